@@ -195,15 +195,16 @@ def multinomial(probs, num_samples=1):
     """按概率抽签，代替 torch.multinomial：它在不同的处理器、不同的版本上抽出来的字不一样。
 
     probs：(..., n) 的概率，不必加起来等于 1；num_samples：抽几个，不放回。返回 (..., num_samples) 的编号。
-    做法和 torch.multinomial 相同（指数赛跑）：每个字跑一段时间 Exp(1) / 概率，谁先到就选谁，选中的机会正好等于概率。
+    做法和它相同（指数赛跑）：每个字用时 Exp(1) / 概率，谁先跑到就选谁，选中的机会正好等于概率。
     随机数来自 CPU 上的 torch.rand，听 torch.manual_seed 的。参数不合理时抛出 ValueError。
     """
     check("num_samples", num_samples, Integral, lambda n: 1 <= n <= probs.size(-1), f" 1 到 {probs.size(-1)} 的整数")
-    if not (probs.min() >= 0 and 0 < probs.sum(dim=-1).min() and probs.max() < math.inf):
-        raise ValueError("probs 应为不小于 0 的有限数，而且不能全是 0，请检查分数里有没有 nan")
-    noise = -torch.log1p(-torch.rand(probs.shape, dtype=torch.float64))  # Exp(1)
+    if not (probs.min() >= 0 and 0 < probs.sum(dim=-1).min() < math.inf):
+        raise ValueError("probs 应为不小于 0 的有限数，不能全是 0，也不能有 nan，请检查分数是怎么算的")
+    noise = torch.rand(probs.shape, dtype=torch.float64).neg_().log1p_().neg_()  # -log(1 - 均匀随机数)，就是 Exp(1)
     race = probs.cpu() / noise
-    return race.topk(num_samples, dim=-1).indices.to(probs.device)
+    winner = race.argmax(dim=-1, keepdim=True) if num_samples == 1 else race.topk(num_samples, dim=-1).indices
+    return winner.to(probs.device)
 
 
 def load_checkpoint(path):

@@ -19,8 +19,8 @@ import torch  # noqa: E402
 import gpt  # noqa: E402
 import train  # noqa: E402
 
-STEPS = 40  # 训练的每种写法量几步
-ROUNDS = 5  # 生成的每种长度量几次
+STEPS = 15  # 每一轮，训练的每种写法量几步
+ROUNDS = 5  # 交替着量几轮
 
 
 def plain_step(parts, data, step):
@@ -37,44 +37,40 @@ def plain_step(parts, data, step):
     optimizer.step()
 
 
-def setup(fused):
+def measure_training(way):
+    """在这个进程里训练几步，打印每秒几个字，和内存的最高值（MB）。"""
     train.DEVICE = "cpu"
-    parts = train.new_training(gpt.GPTConfig())
-    if not fused:
+    if way == "ours":
+        train.keep_memory()
+    parts, data = train.new_training(gpt.GPTConfig()), torch.randint(6289, (10**6,))
+    step_function, n_windows = train.train_step, train.BATCH_SIZE
+    if way == "plain":
+        step_function, n_windows = plain_step, 16
         parts["optimizer"] = torch.optim.AdamW(parts["model"].parameters(), lr=1e-3, fused=False)
-    return parts
-
-
-def peak_memory(name):
-    """在新的进程里跑几步，返回内存的最高值（MB）；Windows 上没有 resource，返回 None。"""
-    code = (f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import bench, resource, torch; torch.manual_seed(0);"
-            f"run, parts = bench.{name}, bench.setup({name == 'ours'}); data = torch.randint(6289, (10**6,));"
-            "[run(parts, data, step) for step in range(1, 6)];"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return round(float(done.stdout)) if done.returncode == 0 else None
-
-
-def ours(parts, data, step):
-    train.train_step(parts, data, step)
+    times = []
+    for step in range(1, STEPS + 4):  # 前 3 步是预热
+        began = time.perf_counter()
+        step_function(parts, data, step)
+        times.append(time.perf_counter() - began)
+    try:
+        import resource
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+    except ImportError:  # Windows 没有 resource
+        memory = 0
+    print(n_windows * 128 / statistics.median(times[3:]), memory)
 
 
 def bench_training():
-    torch.manual_seed(0)
-    data = torch.randint(6289, (10**6,))
-    runs = {"朴素的写法": (plain_step, setup(False), 16), "train.py": (ours, setup(True), train.BATCH_SIZE)}
-    times = {name: [] for name in runs}
-    for step in range(1, STEPS + 4):
-        for name, (run, parts, _) in runs.items():
-            began = time.perf_counter()
-            run(parts, data, step)
-            if step > 3:  # 前几步是预热
-                times[name].append(time.perf_counter() - began)
-    speed = {name: runs[name][2] * 128 / statistics.median(t) for name, t in times.items()}
+    results = {"plain": [], "ours": []}
+    for _ in range(ROUNDS):
+        for way, rows in results.items():  # 各用一个新进程，分配器的设置才不会互相影响
+            done = subprocess.run([sys.executable, __file__, way], capture_output=True, text=True, check=True)
+            rows.append([float(x) for x in done.stdout.split()])
+    speed = {way: statistics.median(row[0] for row in rows) for way, rows in results.items()}
     print("| 训练 | 字/秒 | 比值 | 内存最高 |\n|---|---|---|---|")
-    for name, function in (("朴素的写法", "plain_step"), ("train.py", "ours")):
-        memory = peak_memory(function)
-        print(f"| {name} | {speed[name]:,.0f} | {speed[name] / speed['朴素的写法']:.2f} | {f'{memory} MB' if memory else '—'} |", flush=True)
+    for way, name in (("plain", "朴素的写法"), ("ours", "train.py")):
+        memory = max(row[1] for row in results[way])
+        print(f"| {name} | {speed[way]:,.0f} | {speed[way] / speed['plain']:.2f} | {f'{memory:.0f} MB' if memory else '—'} |", flush=True)
 
 
 def bench_generation():
@@ -94,6 +90,9 @@ def bench_generation():
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure_training(sys.argv[1])
+        sys.exit()
     sys.stdout.reconfigure(encoding="utf-8")
     print(f"PyTorch {torch.__version__}，{torch.get_num_threads()} 个线程，{torch.backends.cpu.get_cpu_capability()}\n")
     bench_training()
