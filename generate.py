@@ -198,6 +198,7 @@ def check_heads(heads, n_char):
 
 def check_constants():
     """常量不合理时抛出 ValueError，说明是哪个常量、应为什么。"""
+    GPTConfig()  # gpt.py 里的尺寸也先检查一遍
     check("SEED", SEED, Integral, lambda n: 0 <= n < 2**63, "不小于 0 的整数")
     for name, value in (("PROMPTS", PROMPTS), ("TEMPERATURES", TEMPERATURES), ("OPENINGS", OPENINGS), ("HEADS", HEADS),
                         ("LENGTHS", LENGTHS)):

@@ -3,9 +3,11 @@
 从上往下读：尺寸、注意力（KV 缓存在这里）、一层、整个模型（生成在这里）、选字、读检查点。
 练习 3：把 GPTConfig 的 block_size 改成 512。
 """
+import io
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -217,16 +219,17 @@ def load_checkpoint(path):
     again = "请用 git checkout ckpt.pt 取回课程自带的，或者运行 python train.py 重新训练"
     if not path.exists():
         raise FileNotFoundError(f"找不到 {path}，{again}")
+    raw = io.BytesIO(path.read_bytes())
     try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # 坏文件会引来一串警告，下面的一句话就够了
+            ckpt = torch.load(raw, map_location="cpu", weights_only=True)
         tokenizer = Tokenizer(ckpt["chars"])
         config = GPTConfig(**ckpt["config"])
         check(f"{path} 里的词表", len(tokenizer), int, lambda n: n == config.vocab_size, f" {config.vocab_size} 个字")
         model = GPT(config)
         model.load_state_dict(ckpt["model"])
         return model.eval(), tokenizer, ckpt["training"]
-    except OSError:
-        raise
     except Exception as e:  # 坏文件的坏法很多，torch.load 抛出的错误也就各式各样
         raise ValueError(f"{path} 不是这一课能用的检查点（{type(e).__name__}），可能没有下载完整，或者来自别的程序：{again}") from None
 

@@ -4,6 +4,7 @@ python train.py 要半小时到一小时。随时可以按 Ctrl-C 停下，原�
 把 RESUME 改成 True 再运行，就从上一次存档接着训练。改模型的尺寸，请改 gpt.py 里的 GPTConfig。
 """
 import ctypes
+import io
 import math
 import os
 import random
@@ -175,12 +176,11 @@ def load_snapshot(parts, recipe):
     """从存档恢复 parts 和随机数，返回 progress。没有存档、存档坏了或配置不同时抛出错误。"""
     if not SNAPSHOT.exists():
         raise FileNotFoundError(f"没有存档 {SNAPSHOT}，请把 RESUME 改成 False，从头训练")
+    raw = io.BytesIO(SNAPSHOT.read_bytes())
     try:
-        snapshot = torch.load(SNAPSHOT, map_location=DEVICE, weights_only=True)
+        snapshot = torch.load(raw, map_location=DEVICE, weights_only=True)
         changed = [name for name in recipe if snapshot["recipe"].get(name) != recipe[name]]
-    except OSError:
-        raise
-    except Exception as e:
+    except Exception as e:  # 坏文件的坏法很多
         raise ValueError(f"存档 {SNAPSHOT} 读不出来（{type(e).__name__}），请删掉它，把 RESUME 改成 False，从头训练") from None
     if changed:
         was = "、".join(f"{name} 是 {snapshot['recipe'].get(name)}（现在是 {recipe[name]}）" for name in changed)

@@ -64,14 +64,18 @@ def test_the_trap_works():
         assert trap.exists()
 
 
-@pytest.mark.parametrize("kind", ["missing", "cut off"])
+@pytest.mark.parametrize("kind", ["missing", "cut off", "evil pickle"])
 def test_generate_says_it_in_one_sentence(edited, kind):
     script = edited("generate.py")
     ckpt = script.parent / "ckpt.pt"
-    ckpt.unlink() if kind == "missing" else ckpt.write_bytes(GOOD.read_bytes()[:5000])
+    trap = ckpt.with_name("trap")
+    if kind == "missing":
+        ckpt.unlink()
+    else:
+        ckpt.write_bytes(GOOD.read_bytes()[:5000] if kind == "cut off" else pickle.dumps(Evil(trap)))
     code, out, error = diff.run(script)
     assert (code, out, len(error.splitlines())) == (1, "", 1)
-    assert "ckpt.pt" in error and "git checkout ckpt.pt" in error and "train.py" in error
+    assert "ckpt.pt" in error and "git checkout ckpt.pt" in error and "train.py" in error and not trap.exists()
 
 
 def test_train_says_it_in_one_sentence(edited):
