@@ -113,8 +113,7 @@ class GPT(nn.Module):
         T = idx.size(1)
         if start + T > self.config.block_size:
             raise ValueError(f"一次最多看 block_size={self.config.block_size} 个词元，得到 {start + T} 个，请截短")
-        pos = torch.arange(start, start + T, device=idx.device)
-        x = self.wte(idx) + self.wpe(pos)  # (B, T, C)
+        x = self.wte(idx) + self.wpe.weight[start:start + T]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[i])

@@ -21,14 +21,14 @@ from gpt import GPT, GPTConfig, check, start_script
 from tokenizer import Tokenizer
 
 SEED = 1  # 训练用的随机种子
-MAX_STEPS = 20000  # 一共训练多少步
+MAX_STEPS = 9000  # 一共训练多少步
 EVAL_EVERY = 1000  # 每隔多少步评估一次，并且存档
 BATCH_SIZE = 10  # 每一步看多少段文字；分数共 10 × 128 × 6289 × 4 字节，不到 32 MB，再大就会变慢（见 README）
-WINDOW_PARTS = (1, 1, 1, 4)  # 每一步随机取一个数 n：每段长 block_size / n，段数乘 n。短的让模型也学会只看几个字时怎么猜
+WINDOW_PARTS = (1, 1, 1, 16)  # 每一步随机取一个数 n：每段长 block_size / n，段数乘 n
 LEARNING_RATE = 2e-3  # 最高的学习率
-WARMUP_STEPS = 200  # 先用这么多步从 0 升到最高，再沿余弦降到十分之一
+WARMUP_STEPS = 200  # 先用这么多步从 0 升到最高，再沿余弦降到 0
 WEIGHT_DECAY = 0.1  # 权重衰减，只用在矩阵上
-EMA_DECAY = 0.998  # 评估和保存的是权重的滑动平均，比最后一步的权重更稳
+EMA_DECAY = 0.999  # 评估和保存的是权重的滑动平均，比最后一步的权重更稳
 RESUME = False  # True：从上一次存档接着训练
 VAL_FRACTION = 0.05  # 留作验证的诗占多少
 SPLIT_SEED = 1  # 挑选验证集用的随机种子
@@ -71,27 +71,37 @@ def split(poems):
     return poems[n_val:], poems[:n_val]
 
 
-def get_batch(data, block_size):
-    """随机取一批，返回 (x, y)，都是 (段数, 段长)；y 是 x 往后错一个字。"""
+def get_batch(data, poem_starts, block_size):
+    """随机取一批，返回 (x, y)，都是 (段数, 段长) 的编号；y 是 x 往后错一个字。
+
+    data：全部文字的编号；poem_starts：每首诗前面的换行符在 data 里的位置。
+    """
     parts = min(WINDOW_PARTS[torch.randint(len(WINDOW_PARTS), ())], block_size)
     length = block_size // parts
-    start = torch.randint(len(data) - length, (BATCH_SIZE * parts, 1))
-    at = start + torch.arange(length)
+    if parts == 1:  # 整段的从一首诗的开头读起：写诗时就是这样
+        start = poem_starts[torch.randint(len(poem_starts), (BATCH_SIZE, 1))]
+    else:  # 短的从哪里读起都行：第 1 节的提示词就是半截
+        start = torch.randint(len(data) - length, (BATCH_SIZE * parts, 1))
+    at = start + torch.arange(length)  # (段数, 段长)
     return data[at].to(DEVICE), data[at + 1].to(DEVICE)
 
 
 @torch.no_grad()
-def evaluate(model, data):
-    """验证集上的平均损失（nat/字）：全部文字切成 block_size 长的段，每个字正好猜一次。"""
+def evaluate(model, poems, tokenizer):
+    """验证集上的平均损失（nat/字）：每首诗从换行符读起，每个字和末尾的换行正好猜一次。比 block_size 长的诗分段读。"""
     model.eval()
-    block_size = model.config.block_size
-    n = (len(data) - 1) // block_size * block_size
-    total = 0.0
-    whole = zip(data[:n].view(-1, block_size).split(BATCH_SIZE), data[1:n + 1].view(-1, block_size).split(BATCH_SIZE))
-    rest = [(data[None, n:-1], data[None, n + 1:])] if n < len(data) - 1 else []
-    for x, y in [*whole, *rest]:
-        total += model(x.to(DEVICE), y.to(DEVICE))[1].item() * y.numel()
-    return total / (len(data) - 1)
+    block_size, groups, total, count = model.config.block_size, {}, 0.0, 0
+    for poem in poems:
+        ids = tokenizer.encode(f"\n{poem}\n")
+        for i in range(0, len(ids) - 1, block_size):
+            piece = ids[i:i + block_size + 1]
+            groups.setdefault(len(piece), []).append(piece)
+    for group in groups.values():  # 一样长的诗一起算
+        for ids in torch.tensor(group).split(2 * BATCH_SIZE):
+            x, y = ids[:, :-1].to(DEVICE), ids[:, 1:].to(DEVICE)
+            total += model(x, y)[1].item() * y.numel()
+            count += y.numel()
+    return total / count
 
 
 def learning_rate(step):
@@ -99,7 +109,7 @@ def learning_rate(step):
     if step < WARMUP_STEPS:
         return LEARNING_RATE * step / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, MAX_STEPS - WARMUP_STEPS)
-    return LEARNING_RATE * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+    return LEARNING_RATE * (1 + math.cos(math.pi * progress)) / 2
 
 
 def poem(model, tokenizer):
@@ -191,13 +201,13 @@ def load_snapshot(parts, recipe):
     return snapshot["progress"]
 
 
-def train_step(parts, data, step):
+def train_step(parts, data, poem_starts, step):
     """训练一步，返回这一步的损失（nat/字）。"""
     model, average, optimizer = parts.values()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step)
     model.train()
-    _, loss = model(*get_batch(data, model.config.block_size))
+    _, loss = model(*get_batch(data, poem_starts, model.config.block_size))
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -207,16 +217,18 @@ def train_step(parts, data, step):
     return loss.item()
 
 
-def train(parts, progress, recipe, data, val_data, tokenizer):
+def train(parts, progress, recipe, training, validation, tokenizer):
     """训练到 MAX_STEPS 步，每隔 EVAL_EVERY 步评估、存档；progress 随时更新。"""
     average = parts["average"].module
+    data = torch.tensor(tokenizer.encode("\n" + "\n".join(training) + "\n"))
+    poem_starts = (data[:-average.config.block_size] == data[0]).nonzero()[:, 0]  # 后面够一整段的换行符
     if progress["step"] == 0:
-        loss = evaluate(average, val_data)
+        loss = evaluate(average, validation, tokenizer)
         print(f"第 0/{MAX_STEPS} 步  验证损失 {loss:.4f}  还没有训练，写出来的是：\n    {poem(average, tokenizer)}", flush=True)
     losses, began = [], time.perf_counter()
     while progress["step"] < MAX_STEPS:
         step = progress["step"] = progress["step"] + 1
-        losses.append(train_step(parts, data, step))
+        losses.append(train_step(parts, data, poem_starts, step))
         pace = (time.perf_counter() - began) / len(losses)  # 每步几秒
         speed = f"{BATCH_SIZE * average.config.block_size / pace:,.0f} 字/秒  还要 {clock(pace * (MAX_STEPS - step))}"
         if step % EVAL_EVERY and step < MAX_STEPS:
@@ -224,7 +236,7 @@ def train(parts, progress, recipe, data, val_data, tokenizer):
                 print(f"\r第 {step}/{MAX_STEPS} 步  训练损失 {losses[-1]:.4f}  {speed}  ", end="", flush=True)
             continue
 
-        train_loss, loss = sum(losses) / len(losses), evaluate(average, val_data)
+        train_loss, loss = sum(losses) / len(losses), evaluate(average, validation, tokenizer)
         if not math.isfinite(train_loss + loss):
             raise ValueError(f"到第 {step} 步，损失成了 {loss}，训练失败了：请把 LEARNING_RATE（{LEARNING_RATE}）改小")
         if loss < min((past for _, past in progress["history"]), default=math.inf):
@@ -245,10 +257,11 @@ def main():
     poems = read_poems(POEMS)
     tokenizer = Tokenizer.from_text("\n".join(poems))
     config = GPTConfig(vocab_size=len(tokenizer))
-    data, val_data = (torch.tensor(tokenizer.encode("\n".join(part) + "\n")) for part in split(poems))
-    check(f"{POEMS} 里用来训练的字", len(data), int, lambda n: n > config.block_size, f"多于 block_size（{config.block_size}）个")
+    training, validation = split(poems)
+    n_train, n_val = (sum(len(poem) + 1 for poem in part) for part in (training, validation))  # 换行也算
+    check(f"{POEMS} 里用来训练的字数", n_train, int, lambda n: n > config.block_size, f"大于 block_size（{config.block_size}）的数")
     parts = new_training(config)
-    print(f"语料：{len(poems):,} 首诗，{len(data):,} 个字训练，{len(val_data):,} 个字验证，词表 {len(tokenizer):,} 个字")
+    print(f"语料：{len(poems):,} 首诗，{n_train:,} 个字训练，{n_val:,} 个字验证，词表 {len(tokenizer):,} 个字")
     print(f"模型：{sum(p.numel() for p in parts['model'].parameters()):,} 个参数，{config.n_layer} 层，{config.n_head} 个头，"
           f"{config.n_embd} 维，block_size {config.block_size}；在 {DEVICE} 上训练", flush=True)
 
@@ -256,7 +269,7 @@ def main():
     save({}, probe)
     probe.unlink()
     # 这些和存档里的不一样，就不能接着训练
-    recipe = {name: globals()[name] for name in RECIPE} | asdict(config) | {"训练用的字数": len(data)}
+    recipe = {name: globals()[name] for name in RECIPE} | asdict(config) | {"训练用的字数": n_train}
     progress = {"step": 0, "seconds": 0.0, "history": [], "best": None, "saved": 0}
     if RESUME:
         progress = load_snapshot(parts, recipe)
@@ -266,7 +279,7 @@ def main():
         print(f"注意：上一次训练留下了存档 {SNAPSHOT.name}，这次从头训练，到第 {min(EVAL_EVERY, MAX_STEPS)} 步会覆盖它。"
               "想接着上一次的训练，现在按 Ctrl-C，把 RESUME 改成 True", flush=True)
     try:
-        train(parts, progress, recipe, data, val_data, tokenizer)
+        train(parts, progress, recipe, training, validation, tokenizer)
         best_step, best_loss = min(progress["history"], key=lambda item: item[1])
         facts = {"val_loss": best_loss, "step": best_step, "max_steps": MAX_STEPS, "seed": SEED,
                  "minutes": progress["seconds"] / 60, "torch": torch.__version__.split("+")[0]}
