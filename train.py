@@ -23,7 +23,7 @@ from tokenizer import Tokenizer
 SEED = 1  # 训练用的随机种子
 MAX_STEPS = 9000  # 一共训练多少步
 EVAL_EVERY = 1000  # 每隔多少步评估一次，并且存档
-BATCH_SIZE = 10  # 每一步看多少段文字；分数共 10 × 128 × 6289 × 4 字节，不到 32 MB，再大就会变慢（见 README）
+BATCH_SIZE = 10  # 每一步看多少段文字；全部分数占 10 × 128 × 6289 × 4 字节，不到 32 MB
 WINDOW_PARTS = (1, 1, 1, 16)  # 每一步随机取一个数 n：每段长 block_size / n，段数乘 n
 LEARNING_RATE = 2e-3  # 最高的学习率
 WARMUP_STEPS = 200  # 先用这么多步从 0 升到最高，再沿余弦降到 0
@@ -153,6 +153,7 @@ def check_constants():
     for name in ("SEED", "MAX_STEPS", "EVAL_EVERY", "BATCH_SIZE", "WARMUP_STEPS", "SPLIT_SEED"):
         least = 0 if name in ("SEED", "WARMUP_STEPS", "SPLIT_SEED") else 1
         check(name, globals()[name], Integral, lambda n: n >= least, f"不小于 {least} 的整数")
+    check("WARMUP_STEPS", WARMUP_STEPS, Integral, lambda n: n < MAX_STEPS, f"小于 MAX_STEPS（{MAX_STEPS}）的整数")
     check("WINDOW_PARTS", WINDOW_PARTS, tuple, lambda w: w and all(isinstance(n, int) and n >= 1 for n in w),
           "不小于 1 的整数组成的元组，如 (1, 1, 4)")
     check("LEARNING_RATE", LEARNING_RATE, Real, lambda x: 0 < x < math.inf, "大于 0 的数")

@@ -56,7 +56,7 @@ def test_empty_tuples_print_only_the_banners(edited):
 
 def test_other_values(edited, transcript):
     out = sections(run(edited("generate.py", TEMPERATURES=(0, 0.5), TOP_K=1, N_POEMS=2, SEED=12345, OPENINGS=("春", "明月几时有，把酒"),
-                              HEADS=(("山", 5), ("一二三四五六七八九十百千", 7)), PROMPTS=("\\n", "一" * 200), **FAST)))
+                              HEADS=(("山", 5), ("一二三四五六七八九十百千", 7)), PROMPTS=("\n", "一" * 200), **FAST)))
     assert out[1][0] == "== 2. 同样的随机种子，两个温度各写 2 首" and out[1][1] == "  温度 0：" and out[1][2] == out[1][3]
     assert out[1][4] == "  温度 0.5：" and out[1][5] != out[1][6]
     assert out[2][0].endswith("最高的 1 个字里选（top-k=1）") and out[2][1] == out[2][2] == out[1][2]
