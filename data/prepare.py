@@ -88,8 +88,11 @@ def main():
         raise ValueError(f"SHA-256 是 {digest}，应为 {SHA256}，{OUT.name} 没有改动："
                          "来源要用 chinese-poetry 2.0.1，转换要用 PyPI 的 opencc（1.4.2 核对过）")
     temporary = OUT.with_name(OUT.name + ".tmp")
-    temporary.write_bytes(raw)
-    os.replace(temporary, OUT)  # 一步换上：中途断了，旧文件还在
+    try:
+        temporary.write_bytes(raw)
+        os.replace(temporary, OUT)  # 一步换上：中途断了，旧文件还在
+    finally:
+        temporary.unlink(missing_ok=True)
     print(f"写好了 {OUT}")
 
 
