@@ -103,10 +103,11 @@ def openings():
 def write_char(ids, banned, temperature):
     """约束解码的一步：把 banned 里的编号的分数设成负无穷，再选一个字接在 ids（1, T）后面，返回 (1, T + 1)。"""
     temperature = max(temperature, 1e-6)  # 0 不能做除数；除以极小的数，差不多总是选分数最高的字
-    logits = model(ids[:, -model.config.block_size:])[0][0, -1] / temperature
-    logits[banned] = float("-inf")
+    text, ids = ids, ids[:, -model.config.block_size:]  # 写得太长时，模型只看最后 block_size 个字
+    logits = model(ids)[0][0, -1] / temperature
+    logits[banned] = float("-inf")  # 藏头诗里就是课文的 logits[BANNED]
     next_id = multinomial(F.softmax(logits, dim=-1), 1)
-    return torch.cat([ids, next_id[None]], dim=1)
+    return torch.cat([text, next_id[None]], dim=1)
 
 
 def acrostic(heads, n_char=7, temperature=0.8):

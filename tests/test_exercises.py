@@ -35,12 +35,21 @@ def test_top_p_and_quatrain(edited, transcript):
 
 def test_block_size_512(edited, transcript):
     edited("gpt.py", block_size=512)
-    out = sections(run(edited("generate.py", LENGTHS=(32, 500), REPEATS=3)))
+    out = sections(run(edited("generate.py", LENGTHS=(32, 500), REPEATS=1)))
     assert out[:5] == transcript[:5]
     assert "随机初始化" in out[5][1] and "512" in out[5][1]
     assert out[5][2] == "  同样的随机种子，写 500 个字：用缓存和不用缓存的结果完全一样"
     assert out[5][-1].endswith("= 4 KB，512 个词元共 2 MB") and len(out[5]) == 6
     assert float(re.search(r"快了 (\S+) 倍", out[5][4])[1]) > 2
+
+
+def test_block_size_512_after_training(edited):
+    """缩成一层、训练 4 步：检查点是 512 的，第 6 节用的就是它。"""
+    edited("gpt.py", block_size=512, n_layer=1, n_embd=16)
+    run(edited("train.py", MAX_STEPS=4, EVAL_EVERY=2, BATCH_SIZE=1, WARMUP_STEPS=1))
+    out = sections(run(edited("generate.py", LENGTHS=(200,), REPEATS=1, N_POEMS=1)))
+    assert len(out[5]) == 4 and "写 200 个字：用缓存和不用缓存的结果完全一样" in out[5][1]
+    assert out[5][3].endswith("2 × 1 层 × 16 维 × 4 字节 = 0.125 KB，512 个词元共 64 KB")
 
 
 def test_lengths_beyond_block_size(edited):
