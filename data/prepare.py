@@ -91,6 +91,8 @@ def main():
     try:
         temporary.write_bytes(raw)
         os.replace(temporary, OUT)  # 一步换上：中途断了，旧文件还在
+    except OSError as e:
+        raise OSError(f"写不了 {OUT}（{e.strerror}），原来的文件没有动；请看看磁盘满没满、文件夹能不能写") from None
     finally:
         temporary.unlink(missing_ok=True)
     print(f"写好了 {OUT}")

@@ -132,6 +132,16 @@ def test_writes_the_file(prepare, tmp_path, monkeypatch):
     assert prepare.OUT.read_bytes() == RAW and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_folder_that_cannot_be_written(prepare, tmp_path, monkeypatch):
+    write_tgz(tmp_path / "source.tgz", SOURCE)
+    monkeypatch.setattr(prepare, "N_SOURCE", 3)
+    monkeypatch.setattr(prepare, "simplify", lambda poems: POEMS)
+    monkeypatch.setattr(prepare, "OUT", tmp_path / "nowhere" / "poems.txt")
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "source.tgz")])
+    with pytest.raises(OSError, match="写不了 .*poems.txt.*没有动"):
+        prepare.main()
+
+
 def test_one_sentence_without_a_traceback():
     done = subprocess.run([sys.executable, ROOT / "data" / "prepare.py"], capture_output=True)
     error = done.stderr.decode("utf-8")
