@@ -169,17 +169,16 @@ def kv_cache():
         print(f"  gpt.py 的尺寸和 ckpt.pt 的不同（block_size {config.block_size}），这一节用随机初始化的模型来量")
         torch.manual_seed(SEED)
         gpt = GPT(config)
-    n = max(LENGTHS)
-    (plain, _), (cached, _) = timed(gpt, n, False), timed(gpt, n, True)  # 也算预热
-    differ = next((i for i in range(n) if plain[i] != cached[i]), None)
+    longest, block_size = max(LENGTHS), config.block_size
+    (plain, _), (cached, _) = timed(gpt, longest, False), timed(gpt, longest, True)  # 也算预热
+    differ = next((i for i in range(longest) if plain[i] != cached[i]), None)
     verdict = "完全一样" if differ is None else f"不一样，从第 {differ + 1} 个字开始"
-    print(f"  同样的随机种子，写 {n} 个字：用缓存和不用缓存的结果{verdict}")
+    print(f"  同样的随机种子，写 {longest} 个字：用缓存和不用缓存的结果{verdict}")
     for n in LENGTHS:
         pairs = [(timed(gpt, n, False)[1], timed(gpt, n, True)[1]) for _ in range(REPEATS)]  # 交替着量
         slow, fast = (statistics.median(column) for column in zip(*pairs))
         print(f"  写 {n:>3} 个字：不用缓存 {slow:>6.0f} 毫秒，用缓存 {fast:>5.0f} 毫秒，快了 {slow / fast:.1f} 倍")
-    block_size = config.block_size
-    if n > block_size:
+    if longest > block_size:
         print(f"  超过 block_size（{block_size}）之后窗口往后滑，每个字的位置都变了，缓存只能作废，省不了计算")
     caches = [{} for _ in gpt.blocks]
     with torch.no_grad():
