@@ -51,7 +51,7 @@ def test_a_poem_is_one_line_of_at_most_80_characters(output):
     assert all(re.fullmatch(f"(?:{HAN}|[，。]){{1,80}}|(?:{HAN}|[，。]){{80}}……", poem) for poem in poems)
 
 
-def test_six_likeliest_characters_are_computed(output):
+def test_the_eight_likeliest_characters_are_computed(output):
     import generate
     for line, prompt in zip(output.splitlines()[1:4], generate.PROMPTS):
         with torch.no_grad():
