@@ -1,6 +1,6 @@
 """训练：用 data/poems.txt 里的唐诗训练 gpt.py 里的模型，写出 ckpt.pt。
 
-python train.py 要半小时到一小时。随时可以按 Ctrl-C 停下，原来的 ckpt.pt 不会动；
+python train.py 要二十分钟到一小时。随时可以按 Ctrl-C 停下，原来的 ckpt.pt 不会动；
 把 RESUME 改成 True 再运行，就从上一次存档接着训练。改模型的尺寸，请改 gpt.py 里的 GPTConfig。
 """
 import ctypes
@@ -15,20 +15,21 @@ from numbers import Integral, Real
 from pathlib import Path
 
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from gpt import GPT, GPTConfig, check, start_script
 from tokenizer import Tokenizer
 
 SEED = 1  # 训练用的随机种子
-MAX_STEPS = 9000  # 一共训练多少步
+MAX_STEPS = 13000  # 一共训练多少步
 EVAL_EVERY = 1000  # 每隔多少步评估一次，并且存档
 BATCH_SIZE = 10  # 每一步看多少段文字；全部分数占 10 × 128 × 6289 × 4 字节，不到 32 MB
-WINDOW_PARTS = (1, 1, 1, 16)  # 每一步随机取一个数 n：每段长 block_size / n，段数乘 n
+WINDOW_PARTS = (1, 1, 1, 1, 1, 64)  # 每一步随机取一个数 n：每段长 block_size / n，段数乘 n
 LEARNING_RATE = 2e-3  # 最高的学习率
-WARMUP_STEPS = 200  # 先用这么多步从 0 升到最高，再沿余弦降到 0
+MIN_LEARNING_RATE = 8e-4  # 最低的学习率；不降到 0，短的提示词后面的概率才不走样
+WARMUP_STEPS = 200  # 先用这么多步从 0 升到最高，再沿余弦降到最低
 WEIGHT_DECAY = 0.1  # 权重衰减，只用在矩阵上
-EMA_DECAY = 0.999  # 评估和保存的是权重的滑动平均，比最后一步的权重更稳
+EMA_DECAY = 0.9996  # 评估和保存的是权重的滑动平均，比最后一步的权重更稳，损失也更低
 RESUME = False  # True：从上一次存档接着训练
 VAL_FRACTION = 0.05  # 留作验证的诗占多少
 SPLIT_SEED = 1  # 挑选验证集用的随机种子
@@ -38,9 +39,11 @@ HERE = Path(__file__).resolve().parent
 POEMS = HERE / "data" / "poems.txt"
 CKPT = HERE / "ckpt.pt"
 SNAPSHOT = HERE / "snapshot.pt"  # 训练到一半的存档，训练完成后删掉
-RECIPE = ("SEED", "MAX_STEPS", "EVAL_EVERY", "BATCH_SIZE", "WINDOW_PARTS", "LEARNING_RATE", "WARMUP_STEPS",
-          "WEIGHT_DECAY", "EMA_DECAY", "VAL_FRACTION", "SPLIT_SEED")
+RECIPE = ("SEED", "MAX_STEPS", "EVAL_EVERY", "BATCH_SIZE", "WINDOW_PARTS", "LEARNING_RATE", "MIN_LEARNING_RATE",
+          "WARMUP_STEPS", "WEIGHT_DECAY", "EMA_DECAY", "VAL_FRACTION", "SPLIT_SEED")
 DEVICE = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+# 有的 CPU 有专算 16 位小数（bfloat16）的指令，矩阵乘法快得多；没有的，还有别的系统，照旧用 32 位
+BF16 = sys.platform == "linux" and getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)
 
 
 def read_poems(path):
@@ -109,7 +112,7 @@ def learning_rate(step):
     if step < WARMUP_STEPS:
         return LEARNING_RATE * step / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, MAX_STEPS - WARMUP_STEPS)
-    return LEARNING_RATE * (1 + math.cos(math.pi * progress)) / 2
+    return MIN_LEARNING_RATE + (LEARNING_RATE - MIN_LEARNING_RATE) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def poem(model, tokenizer):
@@ -157,6 +160,8 @@ def check_constants():
     check("WINDOW_PARTS", WINDOW_PARTS, tuple, lambda w: w and all(isinstance(n, int) and n >= 1 for n in w),
           "不小于 1 的整数组成的元组，如 (1, 1, 4)")
     check("LEARNING_RATE", LEARNING_RATE, Real, lambda x: 0 < x < math.inf, "大于 0 的数")
+    check("MIN_LEARNING_RATE", MIN_LEARNING_RATE, Real, lambda x: 0 <= x <= LEARNING_RATE,
+          f"从 0 到 LEARNING_RATE（{LEARNING_RATE}）的数")
     check("WEIGHT_DECAY", WEIGHT_DECAY, Real, lambda x: 0 <= x < math.inf, "不小于 0 的数")
     check("EMA_DECAY", EMA_DECAY, Real, lambda x: 0 <= x < 1, "不小于 0、小于 1 的数")
     check("VAL_FRACTION", VAL_FRACTION, Real, lambda x: 0 < x < 1, "大于 0、小于 1 的数")
@@ -175,7 +180,8 @@ def new_training(config):
     """按常量搭好模型、权重的滑动平均和优化器。"""
     torch.manual_seed(SEED)
     model = GPT(config).to(DEVICE)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
+    # 滑动平均：旧的占 EMA_DECAY，新的占其余；前 n 步还短，只平均最近的 n/10 步左右
+    average = AveragedModel(model, avg_fn=lambda old, new, n: old.lerp(new, max(1 - EMA_DECAY, 10 / (10 + n.item()))))
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": WEIGHT_DECAY},
          {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}],
@@ -208,13 +214,14 @@ def train_step(parts, data, poem_starts, step):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step)
     model.train()
-    _, loss = model(*get_batch(data, poem_starts, model.config.block_size))
+    x, y = get_batch(data, poem_starts, model.config.block_size)
+    with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
+        _, loss = model(x, y)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    if step >= WARMUP_STEPS:  # 第一次是照抄，之后才平均
-        average.update_parameters(model)
+    average.update_parameters(model)
     return loss.item()
 
 

@@ -89,6 +89,6 @@ def test_validation_loss_is_what_the_checkpoint_says():
     facts = generate.load_checkpoint(ROOT / "ckpt.pt")[2]
     _, validation = train.split(TEXT.split())
     loss = train.evaluate(generate.model, validation, generate.tokenizer)
-    assert loss == pytest.approx(facts["val_loss"], abs=1e-3) and loss <= 4.42
+    assert loss == pytest.approx(facts["val_loss"], abs=1e-3) and loss <= 4.30
     assert f"{facts['val_loss']:.4f}" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert facts["seed"] == train.SEED and facts["max_steps"] == train.MAX_STEPS

@@ -67,15 +67,17 @@ def test_split():
 
 
 def test_batches(monkeypatch):
-    data, poem_starts = torch.arange(1000), torch.tensor([0, 100, 700])
     monkeypatch.setattr(train, "BATCH_SIZE", 3)
-    shapes = set()
-    for _ in range(60):
-        x, y = train.get_batch(data, poem_starts, 32)
+    monkeypatch.setattr(train, "WINDOW_PARTS", (1, 2, 64))
+    torch.manual_seed(0)
+    shapes, starts = set(), {}
+    for _ in range(900):
+        x, y = train.get_batch(torch.arange(100), torch.tensor([0, 10, 60]), 32)
         shapes.add(tuple(x.shape))
-        assert torch.equal(y, x + 1) and (x[:, 1:] == x[:, :-1] + 1).all() and x.min() >= 0 and y.max() < 1000
-        assert x.size(1) < 32 or set(x[:, 0].tolist()) <= {0, 100, 700}  # 整段的从一首诗的开头读起
-    assert shapes == {(3 * parts, 32 // parts) for parts in train.WINDOW_PARTS}
+        starts.setdefault(x.size(1), set()).update(x[:, 0].tolist())
+        assert torch.equal(y, x + 1) and (x[:, 1:] == x[:, :-1] + 1).all()
+    assert shapes == {(3, 32), (6, 16), (96, 1)}  # 一段最短 1 个字
+    assert starts == {32: {0, 10, 60}, 16: set(range(84)), 1: set(range(99))}  # 整段的从一首诗的开头读起，短的哪里都行
 
 
 @pytest.mark.parametrize("block_size", [64, 32, 10])  # 比 block_size 长的诗分段读
@@ -101,7 +103,7 @@ def test_learning_rate():
     peak = train.WARMUP_STEPS - 1
     assert rates[0] == pytest.approx(train.LEARNING_RATE / train.WARMUP_STEPS)
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert max(rates) == train.LEARNING_RATE and 0 <= rates[-1] < train.LEARNING_RATE / 100
+    assert max(rates) == train.LEARNING_RATE and rates[-1] == pytest.approx(train.MIN_LEARNING_RATE)
 
 
 def test_a_training_from_end_to_end(folder, capsys):
@@ -116,6 +118,24 @@ def test_a_training_from_end_to_end(folder, capsys):
     assert tokenizer.chars == sorted(set(train.POEMS.read_text(encoding="utf-8"))) and not model.training
     validation = train.split(POEMS[:200])[1]
     assert train.evaluate(model, validation, tokenizer) == facts["val_loss"] and facts["max_steps"] == 12
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_bfloat16_is_for_training_steps_only(folder, monkeypatch, bf16):
+    seen, forward = set(), gpt.GPT.forward
+
+    def watched(self, *args, **kwargs):
+        logits, loss = forward(self, *args, **kwargs)
+        seen.add((self.training, logits.dtype))
+        return logits, loss
+    monkeypatch.setattr(gpt.GPT, "forward", watched)
+    monkeypatch.setattr(train, "BF16", bf16)
+    train.main()
+    assert seen == {(True, torch.bfloat16 if bf16 else torch.float32), (False, torch.float32)}
+    first, loss = weights(), best_loss()
+    assert all(w.dtype == torch.float32 for w in first.values())
+    train.main()  # 同一个种子，再训练一次，一模一样
+    assert same(weights(), first) and best_loss() == loss
 
 
 def test_the_best_model_is_kept(folder, monkeypatch):
@@ -230,7 +250,7 @@ def test_a_bad_corpus(folder, raw, word):
 
 @pytest.mark.parametrize("name, value", [
     ("MAX_STEPS", 0), ("MAX_STEPS", 1.5), ("EVAL_EVERY", 0), ("BATCH_SIZE", 0), ("LEARNING_RATE", -1), ("LEARNING_RATE", "1e-3"),
-    ("LEARNING_RATE", float("nan")), ("WARMUP_STEPS", -1), ("WARMUP_STEPS", 12), ("WEIGHT_DECAY", -0.1), ("EMA_DECAY", 1.0), ("VAL_FRACTION", 0),
+    ("LEARNING_RATE", float("nan")), ("MIN_LEARNING_RATE", -1), ("MIN_LEARNING_RATE", 0.1), ("WARMUP_STEPS", -1), ("WARMUP_STEPS", 12), ("WEIGHT_DECAY", -0.1), ("EMA_DECAY", 1.0), ("VAL_FRACTION", 0),
     ("VAL_FRACTION", 1), ("SEED", -1), ("SEED", "a"), ("SPLIT_SEED", None), ("WINDOW_PARTS", ()), ("WINDOW_PARTS", (0,)),
     ("WINDOW_PARTS", 1), ("RESUME", "yes")])
 def test_a_bad_constant_is_named(folder, monkeypatch, name, value):
