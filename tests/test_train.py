@@ -250,7 +250,8 @@ def test_a_bad_corpus(folder, raw, word):
 
 @pytest.mark.parametrize("name, value", [
     ("MAX_STEPS", 0), ("MAX_STEPS", 1.5), ("EVAL_EVERY", 0), ("BATCH_SIZE", 0), ("LEARNING_RATE", -1), ("LEARNING_RATE", "1e-3"),
-    ("LEARNING_RATE", float("nan")), ("MIN_LEARNING_RATE", -1), ("MIN_LEARNING_RATE", 0.1), ("WARMUP_STEPS", -1), ("WARMUP_STEPS", 12), ("WEIGHT_DECAY", -0.1), ("EMA_DECAY", 1.0), ("VAL_FRACTION", 0),
+    ("LEARNING_RATE", float("nan")), ("MIN_LEARNING_RATE", -1), ("MIN_LEARNING_RATE", 0.1),
+    ("WARMUP_STEPS", -1), ("WARMUP_STEPS", 12), ("WEIGHT_DECAY", -0.1), ("EMA_DECAY", 1.0), ("VAL_FRACTION", 0),
     ("VAL_FRACTION", 1), ("SEED", -1), ("SEED", "a"), ("SPLIT_SEED", None), ("WINDOW_PARTS", ()), ("WINDOW_PARTS", (0,)),
     ("WINDOW_PARTS", 1), ("RESUME", "yes")])
 def test_a_bad_constant_is_named(folder, monkeypatch, name, value):
