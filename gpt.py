@@ -194,7 +194,7 @@ def keep_top_p(logits, top_p):
 # 以下只管检查，课文不讲
 def check(least, most=math.inf, kind=Integral, zero=True, **names):
     """names 里的值应为 least 到 most 的整数（kind=Real 时是数），否则抛出 ValueError：谁、应为什么、得到什么。"""
-    allowed = (f"{least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的") + \
+    allowed = (f" {least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的") + \
         ("整数" if kind is Integral else "数") + ("" if zero else "，不含 0")
     for name, value in names.items():
         if (isinstance(value, bool) or not isinstance(value, kind)

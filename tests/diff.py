@@ -4,9 +4,9 @@
     python tests/diff.py 我的记录.txt   和别的记录比较
 
 一样时退出码是 0；不一样时打印 unified diff，退出码是 1：减号开头的行是记录里的，加号开头的行是现在打印的。
+generate.py 自己出了错，就只打印它的错误，不比较。
 """
 import difflib
-import os
 import re
 import subprocess
 import sys
@@ -17,22 +17,18 @@ GENERATE = HERE.parent / "generate.py"
 TRANSCRIPT = HERE / "transcript.txt"
 
 
-def run(script=GENERATE, **environ):
-    """运行脚本，返回 (退出码, 标准输出, 标准错误)。environ：另加的环境变量。"""
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, env={**os.environ, **environ})
-    return done.returncode, *(stream.decode("utf-8").replace("\r\n", "\n") for stream in (done.stdout, done.stderr))
+def decode(raw):
+    """bytes -> 文字：UTF-8；PowerShell 的 > 写出来的 UTF-16；都不是，就当作中文 Windows 的 GBK。"""
+    try:
+        text = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError:
+        text = raw.decode("gb18030", errors="replace")
+    return text.replace("\r\n", "\n")
 
 
 def mask(text):
     """遮住计时的数字：每台机器、每次运行都不一样。"""
     return re.sub(r" +\d+ 毫秒", " … 毫秒", re.sub(r"快了 [\d.]+ 倍", "快了 … 倍", text))
-
-
-def read(path):
-    """读一份记录：UTF-8，或者 PowerShell 的 > 写出来的 UTF-16。"""
-    raw = Path(path).read_bytes()
-    utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
-    return raw.decode("utf-16" if utf16 else "utf-8-sig").replace("\r\n", "\n")
 
 
 def diff(expected, got, name):
@@ -42,19 +38,25 @@ def diff(expected, got, name):
 
 
 def main():
-    path = sys.argv[1] if len(sys.argv) > 1 else TRANSCRIPT
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else TRANSCRIPT
     try:
-        expected = read(path)
-    except (OSError, UnicodeDecodeError) as e:
-        sys.exit(f"记录 {path} 读不出来（{e}），请给出一份 UTF-8 的文本文件")
-    code, got, error = run()
-    sys.stderr.write(error)
-    lines = diff(expected, got, str(path))
-    print("\n".join(lines) if lines else f"和 {Path(path).name} 一样（计时的数字不算）")
-    sys.exit(1 if lines or code else 0)
+        expected = decode(path.read_bytes())
+    except OSError as e:
+        sys.exit(f"记录 {path} 读不出来（{e.strerror}），请给出一个文本文件")
+    done = subprocess.run([sys.executable, str(GENERATE)], capture_output=True)
+    print(decode(done.stderr), end="", file=sys.stderr)
+    if done.returncode:
+        sys.exit(1)
+    lines = diff(expected, decode(done.stdout), str(path))
+    print("\n".join(lines) if lines else f"和 {path.name} 一样（计时的数字不算）")
+    sys.exit(1 if lines else 0)
 
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
-    main()
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8")
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\n已停止。")

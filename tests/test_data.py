@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections import Counter
 
 import pytest
@@ -94,7 +95,7 @@ def test_which_poems_are_kept(prepare):
 
 @pytest.mark.parametrize("source, word", [
     ("missing", "npm pack"), ("not a tar", "重新下载"), ("cut off", "重新下载"), ("empty", "quantangshi"), ("too few", "57,607"),
-    ("broken json", "重新下载")])
+    ("broken json", "重新下载"), ("zip", "是 .zip 文件"), ("two copies", "有 2 份")])
 def test_a_source_that_will_not_do(prepare, tmp_path, monkeypatch, source, word):
     path = tmp_path / "source.tgz"
     prepare.OUT.write_text("old")
@@ -103,11 +104,16 @@ def test_a_source_that_will_not_do(prepare, tmp_path, monkeypatch, source, word)
     elif source != "missing":
         files = {"package/README.md": []} if source == "empty" else {**SOURCE, "package/dist/quantangshi/poet.tang.5.json": "诗"} \
             if source == "broken json" else SOURCE
+        if source == "two copies":
+            files = {**SOURCE, **{name.replace("dist/quantangshi", "全唐诗"): poems for name, poems in SOURCE.items()}}
         write_tgz(path, files)
         if source == "cut off":
             path.write_bytes(path.read_bytes()[:200])
+        if source == "zip":
+            with zipfile.ZipFile(path, "w") as z:
+                z.writestr("dist/quantangshi/poet.tang.0.json", "[]")
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(path)])
-    with pytest.raises((ValueError, OSError), match=word):
+    with pytest.raises(SystemExit, match=word):
         prepare.main()
     assert prepare.OUT.read_text() == "old"
 
@@ -118,7 +124,7 @@ def test_other_text_is_not_written(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "N_SOURCE", 3)
     monkeypatch.setattr(prepare, "simplify", lambda poems: ["白日依山尽，黄河入海流。" * 2] * 3)
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "source.tgz")])
-    with pytest.raises(ValueError, match="SHA-256"):
+    with pytest.raises(SystemExit, match="SHA-256"):
         prepare.main()
     assert prepare.OUT.read_text() == "old"
 
@@ -138,7 +144,7 @@ def test_a_folder_that_cannot_be_written(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "simplify", lambda poems: POEMS)
     monkeypatch.setattr(prepare, "OUT", tmp_path / "nowhere" / "poems.txt")
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "source.tgz")])
-    with pytest.raises(OSError, match="写不了 .*poems.txt.*没有动"):
+    with pytest.raises(SystemExit, match="写不了 .*poems.txt.*没有动"):
         prepare.main()
 
 

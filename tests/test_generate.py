@@ -1,5 +1,8 @@
-"""generate.py 打印的六节：格式和课文一样，内容和记录一样；藏头诗和绝句的格式。"""
+"""generate.py 打印的六节：格式和课文一样，内容和记录一样；代码和课文引的一样。"""
+import inspect
+import io
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -8,26 +11,76 @@ import pytest
 import torch
 
 import diff
+import generate
+import gpt
 from conftest import ROOT
 
 HAN = "[\u4e00-\u9fff]"
 TIMES = re.compile(r"  写 [ \d]{2}\d 个字：不用缓存 [ \d]{5}\d 毫秒，用缓存 [ \d]{4}\d 毫秒，快了 \d+\.\d 倍")
+LESSON = (ROOT / "tests" / "lesson.txt").read_text(encoding="utf-8")
+TRANSCRIPT = (ROOT / "tests" / "transcript.txt").read_text(encoding="utf-8")
+
+# 课文引的代码，一段一段照抄；torch.multinomial 在代码里是 gpt.py 的 multinomial
+QUOTED_IN_GPT = ["""
+logits = logits[:, -1, :] / temperature
+""", """
+next_id = torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
+""", """
+if top_k is not None:
+""", """
+    kth = torch.topk(logits, top_k).values[:, -1:]
+    logits = logits.masked_fill(logits < kth, float("-inf"))
+""", """
+logits, _ = self(idx)  # 不用缓存：每一步都把整段序列从头算一遍
+""", """
+if cache is not None:  # KV 缓存：把之前算过的 K、V 接在前面，不用重算
+    if "k" in cache:
+        k = torch.cat([cache["k"], k], dim=2)
+        v = torch.cat([cache["v"], v], dim=2)
+    cache["k"], cache["v"] = k, v
+""", """
+total = k.size(2)
+mask = torch.ones(T, total, dtype=torch.bool, device=x.device).tril(diagonal=total - T)
+""", """
+if use_cache:
+    # 第一步把整段提示词送进去；之后每步只送最新的一个词元，前面的 K、V 从缓存里取
+    logits, _ = self(idx[:, start:], caches=caches, start=start)
+    start = idx.size(1)
+"""]
+ACROSTIC = '''@torch.no_grad()
+def acrostic(heads, n_char=7, temperature=0.8):
+    ids = encode("\\n")
+    for i, head in enumerate(heads):
+        ids = torch.cat([ids, encode(head)], dim=1)  # 先把指定的字放进去
+        for _ in range(n_char - 1):  # 再让模型一个字一个字地写完这一句
+            logits = model(ids)[0][0, -1] / temperature
+            logits[BANNED] = float("-inf")
+            next_id = torch.multinomial(F.softmax(logits, dim=-1), 1)
+            ids = torch.cat([ids, next_id[None]], dim=1)
+        ids = torch.cat([ids, encode("，。"[i % 2])], dim=1)  # 标点由我们加，保证格式
+    return decode(ids[0].tolist()).strip()
+'''
 
 
 @pytest.fixture(scope="module")
 def output():
-    code, out, error = diff.run()
-    assert (code, error) == (0, "")
-    return out
+    """在别处运行的 generate.py：一个线程，从另一个文件夹，终端的编码是 GBK。"""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C", "PYTHONIOENCODING": "gbk"}
+    done = subprocess.run([sys.executable, ROOT / "generate.py"], cwd=ROOT.parent, env=environ, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout.decode("utf-8").replace("\r\n", "\n")
 
 
 def test_same_as_the_transcript(output):
-    assert diff.diff(diff.read(diff.TRANSCRIPT), output, "transcript.txt") == []
+    assert diff.diff(TRANSCRIPT, output, "transcript.txt") == []
 
 
-def test_readme_shows_the_transcript():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert diff.read(diff.TRANSCRIPT).strip() in readme
+def test_same_text_on_other_machines(lesson):
+    """两个线程，没有向量指令，终端的编码是 ASCII，文件夹的名字里有汉字和空格，没有语料。"""
+    (lesson.folder / "data" / "poems.txt").unlink()
+    code, out, error = lesson.run("generate.py", OMP_NUM_THREADS="2", ATEN_CPU_CAPABILITY="default", PYTHONIOENCODING="ascii",
+                                  PYTHONUTF8="0")
+    assert (code, error) == (0, "") and diff.diff(TRANSCRIPT, out, "transcript.txt") == []
 
 
 def shape(text):
@@ -39,20 +92,36 @@ def shape(text):
 
 
 def test_form_is_that_of_the_lesson(output):
-    lesson = diff.read(ROOT / "tests" / "lesson.txt")
-    assert sum("计时" in line for line in shape(lesson)) == 1  # 三行计时都认出来了
-    assert shape(output) == shape(lesson)
+    assert sum("计时" in line for line in shape(LESSON)) == 1  # 三行计时都认出来了
+    assert shape(output) == shape(LESSON)
     assert output.endswith("KB\n") and "\n\n\n" not in output
-
-
-def test_a_poem_is_one_line_of_at_most_80_characters(output):
     poems = [line[4:] for line in output.splitlines() if line.startswith("    ")]
     assert len(poems) == 3 * 3 + 3 + 3 + 2
     assert all(re.fullmatch(f"(?:{HAN}|[，。]){{1,80}}|(?:{HAN}|[，。]){{80}}……", poem) for poem in poems)
 
 
+def test_the_lesson_s_code_stands_in_the_code():
+    source = "\n".join(line.strip() for line in inspect.getsource(gpt).splitlines())
+    for quoted in QUOTED_IN_GPT:
+        quoted = "\n" + "\n".join(line.strip() for line in quoted.strip().splitlines()) + "\n"
+        assert quoted.replace("torch.multinomial", "multinomial") in source, quoted
+    assert inspect.getsource(generate.acrostic) == ACROSTIC.replace("torch.multinomial", "multinomial")
+
+
+def test_files_read_like_the_lesson():
+    """gpt.py 里只有模型；答案在最后；每一节都说看什么。"""
+    assert set(re.findall(r"^(?:import|from) (\w+)", inspect.getsource(gpt), re.M)) == {"math", "dataclasses", "numbers", "torch"}
+    for module, answer in ((gpt, "def keep_top_p"), (generate, "def quatrain")):
+        lesson_part, answer_part = re.split("# 练习 . 的答案：先自己写，再往下看\n", inspect.getsource(module))
+        assert answer in answer_part and answer not in lesson_part and "\n# 以下只管检查" in answer_part
+    sections = [generate.probabilities, generate.temperatures, generate.filters, generate.openings, generate.acrostics,
+                generate.kv_cache]
+    assert all(section.__doc__ for section in sections)
+    lines = [inspect.getsourcelines(section)[1] for section in (*sections, generate.quatrain, generate.main)]
+    assert lines == sorted(lines)
+
+
 def test_the_eight_likeliest_characters_are_computed(output):
-    import generate
     for line, prompt in zip(output.splitlines()[1:4], generate.PROMPTS):
         with torch.no_grad():
             probs = torch.softmax(generate.model(generate.encode(prompt))[0][0, -1].double(), 0)
@@ -64,83 +133,86 @@ def test_the_eight_likeliest_characters_are_computed(output):
 
 
 def test_importing_prints_nothing_and_gives_the_lesson_s_names():
-    code = "import generate as g; g.model; g.BANNED; assert g.decode(g.encode('春风')[0].tolist()) == '春风'"
+    code = ("import generate as g; assert g.decode(g.encode('春风')[0].tolist()) == '春风' and g.encode('春风').shape == (1, 2);"
+            "assert g.decode(g.BANNED) == '\\n，。' and not g.model.training; g.acrostic('春')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_the_cache_holds_the_bytes_that_are_printed(output):
-    import generate
-    gpt, caches = generate.model, [{} for _ in range(4)]
+    caches = [{} for _ in range(4)]
     with torch.no_grad():
-        gpt(generate.encode("\n" + "春" * 127), caches=caches)
+        generate.model(generate.encode("\n" + "春" * 127), caches=caches)
     held = sum(tensor.nbytes for cache in caches for tensor in cache.values())
     assert held == 2 * 4 * 128 * 4 * 128 == 512 * 1024
     assert output.splitlines()[-1] == "  这个模型每个词元的缓存：2 × 4 层 × 128 维 × 4 字节 = 4 KB，128 个词元共 512 KB"
 
 
-def test_the_verdict_comes_from_comparing(monkeypatch, capsys):
-    import generate
-    real = generate.timed
-
-    def wrong(gpt, n, use_cache):
-        ids, ms = real(gpt, n, use_cache)
-        return (ids[:6] + [ids[6] + 1] + ids[7:] if use_cache else ids), ms
-    monkeypatch.setattr(generate, "LENGTHS", (20,))
-    monkeypatch.setattr(generate, "timed", wrong)
-    generate.kv_cache()
-    assert "不一样，从第 7 个字开始" in capsys.readouterr().out
+def test_the_verdict_comes_from_comparing(lesson):
+    """缓存写错了（新字都排在第 0 个位置），就说不一样。"""
+    lesson.replace("gpt.py", "self.wpe.weight[start:end]", "self.wpe.weight[:idx.size(1)]")
+    lesson.edit("generate.py", LENGTHS=(40,), N_POEMS=1)
+    code, out, _ = lesson.run_here("generate.py")
+    where = re.search(r"写 40 个字：用缓存和不用缓存的结果不一样，从第 (\d+) 个字开始\n", out)
+    assert code == 0 and 2 <= int(where[1]) <= 40
 
 
 def test_the_cache_is_faster():
-    import generate
     ratios = [generate.timed(generate.model, 120, False)[1] / generate.timed(generate.model, 120, True)[1] for _ in range(3)]
     assert max(ratios) > 1.2
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8, 5])
 @pytest.mark.parametrize("heads, n_char", [("春", 5), ("春眠不觉", 7), ("学无止境", 5), ("一二三四五六七八九十百千", 7)])
-def test_acrostic(heads, n_char, temperature):
-    import generate
-    torch.manual_seed(0)
-    lines = re.split("(?<=[，。])", generate.acrostic(heads, n_char, temperature))[:-1]
-    assert [line[0] for line in lines] == list(heads)
-    assert all(re.fullmatch(f"{HAN}{{{n_char}}}{'，。'[i % 2]}", line) for i, line in enumerate(lines))
-
-
-def test_acrostic_longer_than_the_window():
-    import generate
-    poem = generate.acrostic("春夏秋冬" * 6, 7)
-    assert poem[::8] == "春夏秋冬" * 6
-
-
-@pytest.mark.parametrize("heads", ["", "春，", "，", "春\n眠", "春牀", "A", None, 3])
-def test_acrostic_bad_heads(heads):
-    import generate
-    with pytest.raises(ValueError) as error:
-        generate.acrostic(heads)
-    assert repr(heads) in str(error.value)
-
-
-@pytest.mark.parametrize("n_char", [0, -1, 5.5])
-def test_acrostic_bad_n_char(n_char):
-    import generate
-    with pytest.raises(ValueError, match=f"字数.*{n_char}"):
-        generate.acrostic("春", n_char)
-
-
-QUATRAIN = re.compile(f"(?:{HAN}{{7}}[，。]){{3}}{HAN}{{7}}。")
+def test_acrostic(heads, n_char):
+    for temperature in (0.1, 0.8, 5):
+        torch.manual_seed(0)
+        lines = re.split("(?<=[，。])", generate.acrostic(heads, n_char, temperature))[:-1]
+        assert [line[0] for line in lines] == list(heads)
+        assert all(re.fullmatch(f"{HAN}{{{n_char}}}{'，。'[i % 2]}", line) for i, line in enumerate(lines))
 
 
 def test_quatrain_never_breaks_its_form():
-    import generate
-    for seed in range(50):
+    for seed in range(30):
         torch.manual_seed(seed)
-        assert QUATRAIN.fullmatch(generate.quatrain(temperature=1.5)), seed
+        assert re.fullmatch(f"(?:{HAN}{{7}}[，。]){{3}}{HAN}{{7}}。", generate.quatrain(temperature=(0.1, 1.5, 5)[seed % 3])), seed
 
 
-@pytest.mark.parametrize("temperature", [0, 0.3, 5])
-def test_quatrain_at_any_temperature(temperature):
-    import generate
-    torch.manual_seed(0)
-    assert QUATRAIN.fullmatch(generate.quatrain(temperature))
+class IdleStream(io.TextIOBase):
+    """IDLE 的输出流：没有 reconfigure，isatty() 却是真的。"""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+        return len(text)
+
+    def isatty(self):
+        return True
+
+    def getvalue(self):
+        return self.text
+
+
+@pytest.mark.parametrize("stream", [IdleStream, lambda: io.StringIO(), lambda: open(os.devnull, "w", encoding="utf-8")])
+def test_idle_notebooks_and_no_output_at_all(small, stream):
+    small.write("ckpt.pt", (ROOT / "ckpt.pt").read_bytes())
+    small.edit("generate.py", LENGTHS=(8,), N_POEMS=1, TEMPERATURES=(1.0,))
+    out = stream()
+    for script in ("generate.py", "train.py"):
+        code, _, error = small.run_here(script, stdout=out)
+        assert (code, error) == (0, "")
+    if hasattr(out, "getvalue"):
+        assert out.getvalue().count("==") == 6 and out.getvalue().count("第 12/12 步") == 1 and "\r" not in out.getvalue()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="要用 POSIX 的文件描述符")
+def test_output_that_cannot_be_written(lesson):
+    """标准输出关了（>&-）照常；写满了的磁盘（/dev/full）、先结束的 head：一句话，退出码 1。"""
+    lesson.edit("generate.py", LENGTHS=(8,), N_POEMS=1, TEMPERATURES=(1.0,))
+    script = f'"{sys.executable}" "{lesson.folder / "generate.py"}"'
+    for command, code, words in ((f"{script} >&-", 0, ""), (f"{script} > /dev/full", 1, "磁盘满了"),
+                                 (f"set -o pipefail; {script} | true", 1, "先结束了")):
+        done = subprocess.run(["bash", "-c", command], capture_output=True)
+        error = done.stderr.decode("utf-8")
+        assert done.returncode == code and words in error and len(error.splitlines()) == bool(words), error

@@ -1,8 +1,10 @@
-"""模型：形状、因果、掩码、缓存、generate 当作库来用。"""
+"""模型：形状、因果、掩码、缓存、选字、generate 当作库来用。"""
+import math
+
 import pytest
 import torch
 
-from gpt import GPT, GPTConfig, sample
+from gpt import GPT, GPTConfig, keep_top_p, multinomial, sample
 
 
 def random_ids(batch, length, vocab_size=50, seed=0):
@@ -122,23 +124,20 @@ def test_nothing_to_write(tiny):
     assert torch.equal(tiny.generate(prompt, 0), prompt)
 
 
-@pytest.mark.parametrize("idx", [
-    torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1.0]]),
-    torch.tensor([[50]]), torch.tensor([[-1]]), [[1]], torch.zeros(1, 2, 3, dtype=torch.long), torch.tensor([[True]])])
+@pytest.mark.parametrize("idx", [torch.zeros(1, 0, dtype=torch.long), torch.tensor([[50]]), torch.tensor([[3, -1]])])
 def test_bad_prompt(tiny, idx):
     with pytest.raises(ValueError, match="idx"):
         tiny.generate(idx, 5)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("temperature", -1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"), ("top_k", 0),
-    ("top_k", -5), ("top_k", 2.5), ("top_p", 0), ("top_p", 1.5), ("top_p", -0.1), ("top_p", float("nan")),
-    ("max_new_tokens", -1), ("max_new_tokens", 1.5), ("stop", 50), ("stop", -1)])
-def test_bad_argument_is_named(tiny, name, value):
-    arguments = {"max_new_tokens": 5, name: value}
+@pytest.mark.parametrize("name, value, allowed", [
+    ("temperature", -1, "不小于 0"), ("temperature", math.nan, ""), ("temperature", math.inf, ""), ("temperature", "1", "数"),
+    ("temperature", True, "数"), ("top_k", 0, "不小于 1"), ("top_k", -5, ""), ("top_k", 2.5, "整数"), ("top_k", True, "整数"),
+    ("top_p", 0, "0 到 1 的数，不含 0"), ("top_p", 1.5, "0 到 1"), ("top_p", -0.1, ""), ("top_p", math.nan, ""), ("top_p", True, "数")])
+def test_bad_argument_is_named(tiny, name, value, allowed):
     with pytest.raises(ValueError) as error:
-        tiny.generate(random_ids(1, 3), **arguments)
-    assert name in str(error.value) and repr(value) in str(error.value)
+        tiny.generate(random_ids(1, 3), 5, **{name: value})
+    assert str(error.value).startswith(f"{name} 应为") and repr(value) in str(error.value) and allowed in str(error.value)
 
 
 def test_too_long_for_forward(tiny):
@@ -150,7 +149,7 @@ def test_too_long_for_forward(tiny):
 
 @pytest.mark.parametrize("name, value", [
     ("n_embd", 130), ("n_embd", 0), ("block_size", 0), ("vocab_size", 0), ("n_layer", 0), ("n_head", -1), ("dropout", 1.0),
-    ("dropout", -0.1), ("block_size", 12.5)])
+    ("dropout", -0.1), ("block_size", 12.5), ("n_layer", True)])
 def test_bad_config(name, value):
     with pytest.raises(ValueError) as error:
         GPTConfig(**{name: value})
@@ -174,3 +173,89 @@ def test_a_tiny_model_learns_one_batch_by_heart():
 def test_temperature_zero_is_argmax():
     logits = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
     assert torch.equal(sample(logits, temperature=0), logits[:, -1].argmax(-1, keepdim=True))
+
+
+def test_multinomial_draws_the_exact_probabilities():
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.02, 0.005])
+    torch.manual_seed(0)
+    n = 200_000
+    counts = torch.bincount(multinomial(probs.expand(n, 6))[:, 0], minlength=6)
+    chi_square = ((counts - n * probs) ** 2 / (n * probs)).sum().item()
+    assert chi_square < 20.5  # 自由度 5，超过 20.5 的机会是千分之一
+
+
+def test_multinomial_golden_picks():
+    """随机数的来源和做法一变，课文的诗就全变了；别处设定的默认设备也不能改变它。"""
+    probs = torch.softmax(torch.arange(1000, dtype=torch.float64) / 200, 0)
+    for device in ("cpu", "meta"):
+        torch.manual_seed(42)
+        with torch.device(device):
+            assert [multinomial(probs).item() for _ in range(8)] == [822, 700, 587, 983, 735, 739, 987, 280]
+
+
+def test_multinomial_shapes():
+    assert multinomial(torch.ones(7)).shape == (1,)
+    assert multinomial(torch.ones(3, 7)).shape == (3, 1)
+    picks = multinomial(torch.ones(3, 7), 7)
+    assert picks.sort().values.tolist() == [list(range(7))] * 3  # 不放回
+    assert multinomial(torch.tensor([0.0, 0.0, 2.0])).item() == 2  # 不必加起来等于 1
+    assert multinomial(torch.tensor([0.0, 0.0, 2.0]).half()).item() == 2
+
+
+@pytest.mark.parametrize("probs, num_samples", [
+    ([0.0, 0.0], 1), ([0.5, -0.1], 1), ([math.nan, 1.0], 1), ([math.inf, 1.0], 1), ([0.5, 0.5], 0), ([0.5, 0.5], 3), ([0.5, 0.5], True)])
+def test_multinomial_bad_arguments(probs, num_samples):
+    with pytest.raises(ValueError, match="probs|num_samples"):
+        multinomial(torch.tensor(probs), num_samples)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 50, 10**6])
+def test_top_k_draws_only_from_the_k_most_likely(top_k):
+    logits = torch.randn(1, 1, 50, generator=torch.Generator().manual_seed(0))
+    allowed = set(logits[0, 0].topk(min(top_k, 50)).indices.tolist())
+    torch.manual_seed(0)
+    picks = sample(logits.expand(5000, 1, 50), temperature=3.0, top_k=top_k)
+    assert set(picks.flatten().tolist()) == allowed
+
+
+@pytest.mark.parametrize("probs, top_p, n", [
+    ([0.5, 0.41, 0.09], 0.9, 2), ([0.5, 0.3, 0.1, 0.1], 0.8, 2), ([0.6, 0.4], 0.5, 1), ([0.6, 0.4], 1e-9, 1), ([0.6, 0.4], 1.0, 2),
+    ([0.4, 0.3, 0.2, 0.1], 0.7, 2), ([0.4, 0.3, 0.2, 0.1], 0.71, 3)])
+def test_top_p_edges(probs, top_p, n):
+    logits = torch.tensor([probs, probs[::-1]]).log()
+    kept = keep_top_p(logits, top_p).isfinite()
+    assert kept[0].tolist() == [True] * n + [False] * (len(probs) - n) and kept[1].tolist() == kept[0].tolist()[::-1]
+    torch.manual_seed(0)
+    picks = sample(logits[:1, None].expand(3000, 1, -1), top_p=top_p)
+    assert set(picks.flatten().tolist()) == set(range(n))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    generator = torch.Generator().manual_seed(0)
+    for i in range(200):
+        logits = torch.randn(3, 80, generator=generator) * (0.01, 0.5, 2, 8)[i % 4]
+        top_p = (0.9, 0.5, 0.99, 1e-6, torch.rand(1, generator=generator).item() or 0.5)[i % 5]
+        kept = keep_top_p(logits, top_p)
+        for row, probs in zip(kept.isfinite(), torch.softmax(logits.double(), -1)):
+            total, smallest = probs[row].sum().item(), probs[row].min().item()
+            assert total >= top_p - 1e-6  # 够了
+            assert row.sum() == 1 or total - smallest < top_p  # 少一个就不够
+            assert row.all() or probs[~row].max() <= smallest  # 留下的是概率最高的
+        assert torch.equal(kept[kept.isfinite()], logits[kept.isfinite()])
+
+
+def test_top_p_keeps_equals_like_top_k():
+    """概率相等的字，top-k 和 top-p 都一起留下。"""
+    assert keep_top_p(torch.zeros(1, 4), 0.5).isfinite().all()
+    torch.manual_seed(0)
+    assert set(sample(torch.zeros(2000, 1, 4), top_k=2).flatten().tolist()) == {0, 1, 2, 3}
+
+
+def test_temperature_then_top_k_then_top_p():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[None, None].expand(4000, 1, 4)
+    torch.manual_seed(0)
+    # top-k=2 之后是 4/7 和 3/7，top-p=0.5 只留第一个；先 top-p 就会留两个
+    assert set(sample(logits, 1.0, top_k=2, top_p=0.5).flatten().tolist()) == {0}
+    # 温度 0.5 之后是 16/30、9/30……，top-p=0.5 只留第一个；温度放在后面就会留两个
+    assert set(sample(logits, 0.5, top_p=0.5).flatten().tolist()) == {0}
+    assert set(sample(logits, 1.0, top_p=0.5).flatten().tolist()) == {0, 1}

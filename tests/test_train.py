@@ -1,293 +1,277 @@
 """训练：数据、验证集、存档、中断、接着训练。用很小的模型，几秒钟一次。"""
-import functools
 import random
+import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 import gpt
 import train
-from conftest import ROOT
+from conftest import ROOT, TINY
 from tokenizer import Tokenizer
 
 POEMS = (ROOT / "data" / "poems.txt").read_text(encoding="utf-8").split()
-TINY = {"block_size": 32, "n_layer": 1, "n_head": 2, "n_embd": 16, "dropout": 0.1}
-QUICK = {"MAX_STEPS": 12, "EVAL_EVERY": 4, "BATCH_SIZE": 4, "WARMUP_STEPS": 3, "EMA_DECAY": 0.5, "LEARNING_RATE": 1e-2}
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="要用 POSIX 的信号和终端")
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """临时文件夹里的一次小训练：200 首诗，12 步，每 4 步评估；已有一个旧的 ckpt.pt。"""
-    monkeypatch.setattr(train, "HERE", tmp_path)
-    for name in ("POEMS", "CKPT", "SNAPSHOT"):
-        monkeypatch.setattr(train, name, tmp_path / getattr(train, name).name)
-    for name, value in QUICK.items():
-        monkeypatch.setattr(train, name, value)
-    monkeypatch.setattr(train, "GPTConfig", functools.partial(gpt.GPTConfig, **TINY))
-    monkeypatch.setattr(train, "DEVICE", "cpu")
-    train.POEMS.write_text("\n".join(POEMS[:200]) + "\n", encoding="utf-8", newline="\n")
-    train.CKPT.write_bytes(b"old")
-    return tmp_path
+def finish(small):
+    code, out, error = small.run_here("train.py")
+    assert (code, error) == (0, ""), error
+    return out
 
 
-def best_loss():
-    return gpt.load_checkpoint(train.CKPT)[2]["val_loss"]
-
-
-def weights():
-    return torch.load(train.CKPT, weights_only=True)["model"]
+def trained(small):
+    return torch.load(small.folder / "ckpt.pt", weights_only=True)
 
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def interrupt_at(nth, function):
-    """第 nth 次调用 function 时，像按了 Ctrl-C 一样。"""
-    calls = iter(range(1, 1000))
-
-    def interrupted(*args):
-        if next(calls) == nth:
-            raise KeyboardInterrupt
-        return function(*args)
-    return interrupted
-
-
 def test_split():
-    training, validation = train.split(POEMS)
-    assert len(validation) == round(0.05 * len(POEMS)) and sorted(training + validation) == sorted(POEMS)
+    train_poems, val_poems = train.split(POEMS)
+    assert len(val_poems) == round(0.05 * len(POEMS)) and sorted(train_poems + val_poems) == sorted(POEMS)
     for line in ("黄河入海流", "疑是地上霜", "大漠孤烟直"):
-        assert any(line in poem for poem in validation) and not any(line in poem for poem in training)
+        assert any(line in poem for poem in val_poems) and not any(line in poem for poem in train_poems)
     state = random.getstate()
-    assert train.split(POEMS) == (training, validation) and random.getstate() == state
+    assert train.split(POEMS) == (train_poems, val_poems) and random.getstate() == state
 
 
-def test_batches(monkeypatch):
-    monkeypatch.setattr(train, "BATCH_SIZE", 3)
-    monkeypatch.setattr(train, "WINDOW_PARTS", (1, 2, 64))
+def test_batches_half_from_a_poem_s_start_half_from_anywhere(monkeypatch):
+    assert train.BATCH_SIZE * 128 * 6289 * 4 < 32 * 2**20  # 一步的分数，不到 glibc 每次都归还的大小
+    monkeypatch.setattr(train, "BATCH_SIZE", 4)
     torch.manual_seed(0)
-    shapes, starts = set(), {}
+    starts = {0: set(), 2: set()}
     for _ in range(900):
         x, y = train.get_batch(torch.arange(100), torch.tensor([0, 10, 60]), 32)
-        shapes.add(tuple(x.shape))
-        starts.setdefault(x.size(1), set()).update(x[:, 0].tolist())
-        assert torch.equal(y, x + 1) and (x[:, 1:] == x[:, :-1] + 1).all()
-    assert shapes == {(3, 32), (6, 16), (96, 1)}  # 一段最短 1 个字
-    assert starts == {32: {0, 10, 60}, 16: set(range(84)), 1: set(range(99))}  # 整段的从一首诗的开头读起，短的哪里都行
+        assert x.shape == (4, 32) and torch.equal(y, x + 1) and (x[:, 1:] == x[:, :-1] + 1).all()
+        for half in starts:
+            starts[half].update(x[half:half + 2, 0].tolist())
+    assert starts == {0: {0, 10, 60}, 2: set(range(68))}
 
 
 @pytest.mark.parametrize("block_size", [64, 32, 10])  # 比 block_size 长的诗分段读
-def test_validation_loss_counts_every_character_once(block_size):
+@pytest.mark.parametrize("skip", [0, 1])
+def test_validation_loss_counts_every_character_once(block_size, skip):
     tokenizer, poems = Tokenizer.from_text("\n".join(POEMS[:50])), POEMS[:50]
     torch.manual_seed(0)
     model = gpt.GPT(gpt.GPTConfig(**{**TINY, "vocab_size": len(tokenizer), "block_size": block_size})).eval()
     total = count = 0
     for poem in poems:
-        ids = torch.tensor(tokenizer.encode(f"\n{poem}\n"))
+        ids = torch.tensor(tokenizer.encode(f"\n{poem}\n"[skip:]))
         for i in range(0, len(ids) - 1, block_size):
             with torch.no_grad():
                 logits = model(ids[None, i:i + block_size][:, :len(ids) - 1 - i])[0][0]
             targets = ids[i + 1:i + block_size + 1]
             total -= torch.log_softmax(logits, -1)[range(len(targets)), targets].sum().item()
             count += len(targets)
-    assert count == sum(len(poem) + 1 for poem in poems)
-    assert train.evaluate(model, poems, tokenizer) == pytest.approx(total / count, abs=1e-5)
+    assert count == sum(len(poem) + 1 - skip for poem in poems)
+    assert train.evaluate(model, poems, tokenizer, skip) == pytest.approx(total / count, abs=1e-5)
 
 
-def test_learning_rate():
+def test_learning_rate_rises_stays_and_falls_to_zero():
     rates = [train.learning_rate(step) for step in range(1, train.MAX_STEPS + 1)]
-    peak = train.WARMUP_STEPS - 1
+    up, down = train.WARMUP_STEPS, train.MAX_STEPS - train.DECAY_STEPS
     assert rates[0] == pytest.approx(train.LEARNING_RATE / train.WARMUP_STEPS)
-    assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert max(rates) == train.LEARNING_RATE and rates[-1] == pytest.approx(train.MIN_LEARNING_RATE)
+    assert rates[:up] == sorted(rates[:up]) and set(rates[up - 1:down]) == {train.LEARNING_RATE}
+    assert rates[down - 1:] == sorted(rates[down - 1:], reverse=True) and rates[-1] == 0
 
 
-def test_a_training_from_end_to_end(folder, capsys):
-    train.main()
-    lines = capsys.readouterr().out.splitlines()
+def test_a_training_from_end_to_end(small):
+    lines = finish(small).splitlines()
     assert lines[0].startswith("语料：200 首诗") and lines[1].startswith("模型：")
-    assert [line.split()[1] for line in lines if line.startswith("第 ")] == [f"{step}/12" for step in (0, 4, 8, 12)]
-    assert "验证损失" in lines[4] and "训练损失" in lines[4] and "字/秒" in lines[4] and "还要" in lines[4]
-    assert sum("█" in line for line in lines) == 3 and str(train.CKPT) in lines[-1]
-    assert sorted(path.name for path in folder.iterdir()) == ["ckpt.pt", "poems.txt"]
-    model, tokenizer, facts = gpt.load_checkpoint(train.CKPT)
-    assert tokenizer.chars == sorted(set(train.POEMS.read_text(encoding="utf-8"))) and not model.training
-    validation = train.split(POEMS[:200])[1]
-    assert train.evaluate(model, validation, tokenizer) == facts["val_loss"] and facts["max_steps"] == 12
+    steps = [line for line in lines if line.startswith("第 ")]
+    assert [line.split()[1] for line in steps] == [f"{step}/12" for step in (0, 4, 8, 12)] and len(lines) == 11
+    assert all(re.fullmatch(r"第 \d+/12 步  训练损失 \d\.\d{4}  验证损失 \d\.\d{4}（不给换行符 \d\.\d{4}）  [\d,]+ 字/秒  还要 0:\d\d",
+                            line) for line in steps[1:])
+    assert str(small.folder / "ckpt.pt") in lines[-1]
+    assert sorted(path.name for path in small.folder.iterdir()) == [
+        "ckpt.pt", "data", "generate.py", "gpt.py", "tokenizer.py", "train.lock", "train.py"]
+    ckpt = trained(small)
+    facts, poems = ckpt["training"], (small.folder / "data" / "poems.txt").read_text(encoding="utf-8").split()
+    assert ckpt["chars"] == sorted(set("\n".join(poems))) and facts["max_steps"] == 12 and facts["seed"] == train.SEED
+    assert f"{facts['val_loss']:.4f}（不给换行符 {facts['openings_loss']:.4f}）" in steps[-1]
+    model = gpt.GPT(gpt.GPTConfig(**ckpt["config"]))
+    model.load_state_dict(ckpt["model"])  # 写进去的正是最后一步的模型
+    for skip, loss in ((0, facts["val_loss"]), (1, facts["openings_loss"])):
+        assert train.evaluate(model, train.split(poems)[1], Tokenizer(ckpt["chars"]), skip) == pytest.approx(loss, abs=1e-6)
+    assert all(w.dtype == torch.float32 for w in ckpt["model"].values())
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_bfloat16_is_for_training_steps_only(folder, monkeypatch, bf16):
-    seen, forward = set(), gpt.GPT.forward
-
-    def watched(self, *args, **kwargs):
-        logits, loss = forward(self, *args, **kwargs)
-        seen.add((self.training, logits.dtype))
-        return logits, loss
-    monkeypatch.setattr(gpt.GPT, "forward", watched)
-    monkeypatch.setattr(train, "BF16", bf16)
-    train.main()
-    assert seen == {(True, torch.bfloat16 if bf16 else torch.float32), (False, torch.float32)}
-    first, loss = weights(), best_loss()
-    assert all(w.dtype == torch.float32 for w in first.values())
-    train.main()  # 同一个种子，再训练一次，一模一样
-    assert same(weights(), first) and best_loss() == loss
+# 按 Ctrl-C 的时刻：(在哪一行后面, 什么时候, 停在第几步, 存档是第几步的)
+INTERRUPTS = [("            optimizer.step()\n", "step == 0", 0, 0), ("            loss.backward()\n", "step == 5", 5, 4),
+              ("            model.train()\n", "step == 10", 10, 8), ("            f.flush()\n", "content.get('step') == 8", 8, 4),
+              ("            f.flush()\n", "'chars' in content", 12, 12)]
 
 
-def test_the_best_model_is_kept(folder, monkeypatch):
-    fake, kept = iter([9.0, 3.0, 1.0, 2.0]), []
-
-    def evaluate(model, *_):
-        kept.append({name: p.clone() for name, p in model.state_dict().items()})
-        return next(fake)
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    train.main()
-    assert best_loss() == 1.0 and same(weights(), kept[2]) and not same(weights(), kept[3])
-
-
-def test_ctrl_c_anywhere_then_resume_ends_where_an_uninterrupted_training_ends(folder, monkeypatch, capsys):
-    train.main()
-    whole, loss = weights(), best_loss()
-    for target, nth, saved in (("train_step", 6, 4), ("evaluate", 3, 4), ("poem", 4, 8), ("save", 3, 4), ("train_step", 2, 0),
-                               ("save", 5, 12)):
-        train.CKPT.write_bytes(b"old")
-        train.SNAPSHOT.unlink(missing_ok=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(train, target, interrupt_at(nth, getattr(train, target)))
-            with pytest.raises(SystemExit) as stop:
-                train.main()
-        assert "RESUME 改成 True" in stop.value.code if saved else "还没有存档" in stop.value.code
-        assert not saved or f"第 {saved} 步的存档" in stop.value.code
-        assert train.CKPT.read_bytes() == b"old" and not list(folder.glob("*.tmp"))
-        monkeypatch.setattr(train, "RESUME", bool(saved))
-        torch.manual_seed(99)  # 接着训练不该靠这里的随机数
-        train.main()
-        monkeypatch.setattr(train, "RESUME", False)
-        assert same(weights(), whole) and best_loss() == loss, (target, nth)
-        assert not train.SNAPSHOT.exists()
+@pytest.mark.parametrize("after, when, step, saved", INTERRUPTS)
+def test_ctrl_c_then_resume_ends_where_an_uninterrupted_training_ends(small, after, when, step, saved):
+    source = (small.folder / "train.py").read_text(encoding="utf-8")
+    finish(small)
+    whole = trained(small)
+    indent = after[:len(after) - len(after.lstrip())]
+    small.replace("train.py", after, f"{after}{indent}if {when}:\n{indent}    raise KeyboardInterrupt\n")
+    small.write("ckpt.pt", b"old")
+    code, _, error = small.run_here("train.py")
+    assert code == 1 and f"训练停在第 {step} 步，原来的 ckpt.pt 没有动" in error and "Traceback" not in error, error
+    assert ("还没有存档" if saved == 0 else f"第 {saved} 步的存档") in error
+    assert (small.folder / "ckpt.pt").read_bytes() == b"old" and not list(small.folder.glob("*.tmp"))
+    small.write("train.py", source)
+    small.edit("train.py", RESUME=bool(saved))
+    torch.manual_seed(99)  # 接着训练不该靠这里的随机数
+    out = finish(small)
+    assert not saved or f"从第 {saved} 步的存档接着训练" in out
+    assert same(trained(small)["model"], whole["model"])
+    assert trained(small)["training"]["val_loss"] == whole["training"]["val_loss"]
+    assert not (small.folder / "snapshot.pt").exists()
 
 
-def test_ctrl_c_in_the_middle_of_writing(folder, monkeypatch):
-    real = torch.save
-
-    def half(content, f):
-        real({}, f)
-        raise KeyboardInterrupt
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(KeyboardInterrupt):
-        train.save({"a": 1}, train.CKPT)
-    assert train.CKPT.read_bytes() == b"old" and not list(folder.glob("*.tmp"))
+def snapshot(small, at=5):
+    """训练到第 at 步停下，留下第 4 步的存档；返回原来的 train.py。"""
+    source = (small.folder / "train.py").read_text(encoding="utf-8")
+    small.write("train.py", source.replace("            step += 1\n", f"            step += 1\n            1 / (step - {at})\n"))
+    assert "ZeroDivisionError" in small.run_here("train.py")[2]
+    small.write("train.py", source)
+    return source
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing")])
-def test_a_full_disk_loses_nothing(folder, monkeypatch, error):
-    def full(content, f):
-        f.write(b"half")
-        raise error
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="写不了 .*ckpt.pt.*没有动"):
-        train.save({}, train.CKPT)
-    assert train.CKPT.read_bytes() == b"old" and not list(folder.glob("*.tmp"))
+def test_a_snapshot_of_another_recipe_split_or_corpus_is_refused_by_name(small):
+    source, raw = snapshot(small), (small.folder / "snapshot.pt").read_bytes()
+    poems = (small.folder / "data" / "poems.txt").read_text(encoding="utf-8").splitlines(True)
+    config = (small.folder / "gpt.py").read_text(encoding="utf-8")
+    for name, value, words in (("LEARNING_RATE", 5e-3, "LEARNING_RATE 是 0.002（现在是 0.005）"), ("SEED", 77, "SEED 是"),
+                               ("HELD_OUT", "('春风',)", "HELD_OUT 是"), ("SPLIT_SEED", 2, "SPLIT_SEED 是 1（现在是 2）")):
+        small.edit("train.py", RESUME=True, **{name: value})
+        code, _, error = small.run_here("train.py")
+        assert code == 1 and "另一种配置" in error and words in error and len(error.splitlines()) == 1
+        small.write("train.py", source)
+    small.edit("train.py", RESUME=True)
+    small.edit("gpt.py", n_embd=32)
+    assert "n_embd 是 16（现在是 32）" in small.run_here("train.py")[2]
+    small.write("gpt.py", config)
+    small.write("data/poems.txt", "".join(reversed(poems)))  # 一样长，只是换了次序
+    code, _, error = small.run_here("train.py")
+    assert code == 1 and "诗的 SHA-256 是" in error and "LEARNING_RATE" not in error
+    assert (small.folder / "snapshot.pt").read_bytes() == raw and (small.folder / "ckpt.pt").read_bytes() == b"old"
+    small.write("data/poems.txt", "".join(poems))
+    small.edit("train.py", EVAL_EVERY=3)  # 隔多少步评估不影响结果，可以改
+    assert "从第 4 步的存档接着训练" in finish(small)
+    small.edit("train.py", RESUME=True)
+    assert "没有存档" in small.run_here("train.py")[2]
+    small.write("snapshot.pt", b"PK\x03\x04 not a snapshot")
+    code, _, error = small.run_here("train.py")
+    assert code == 1 and "snapshot.pt 读不出来" in error and "RESUME 改成 False" in error
 
 
-def test_a_folder_that_cannot_be_written_is_noticed_before_training(folder, monkeypatch):
-    monkeypatch.setattr(train, "HERE", folder / "nowhere")
-    monkeypatch.setattr(train, "train_step", None)
-    with pytest.raises(OSError, match="写不了"):
-        train.main()
+def test_an_old_snapshot_is_announced_before_it_is_overwritten(small):
+    snapshot(small)
+    raw = (small.folder / "snapshot.pt").read_bytes()
+    small.replace("train.py", "            model.train()\n", "            raise KeyboardInterrupt\n")
+    code, out, _ = small.run_here("train.py")
+    assert code == 1 and "上一次训练留下了存档" in out and (small.folder / "snapshot.pt").read_bytes() == raw
 
 
-def test_resume_without_a_snapshot(folder, monkeypatch):
-    monkeypatch.setattr(train, "RESUME", True)
-    with pytest.raises(FileNotFoundError, match="RESUME 改成 False"):
-        train.main()
-    train.SNAPSHOT.write_bytes(b"PK\x03\x04 not a snapshot")
-    with pytest.raises(ValueError, match="snapshot.pt 读不出来.*RESUME 改成 False"):
-        train.main()
-    assert train.CKPT.read_bytes() == b"old"
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="要用 /dev/full")
+def test_a_full_disk_loses_nothing(small):
+    for name, old in (("snapshot.pt", None), ("ckpt.pt", b"old")):
+        (small.folder / f"{name}.tmp").symlink_to("/dev/full")
+        if name == "ckpt.pt":  # 存档写得下，最后的检查点写不下
+            small.edit("train.py", EVAL_EVERY=100)
+            small.replace("train.py", "if step > saved:", "if False:")
+        code, _, error = small.run_here("train.py")
+        assert code == 1 and f"{name}（" in error and "没有动" in error and len(error.splitlines()) == 1
+        assert (small.folder / "ckpt.pt").read_bytes() == b"old" and not list(small.folder.glob("*.tmp"))
 
 
-def test_a_snapshot_of_another_configuration_is_refused(folder, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", interrupt_at(6, train.train_step))
-        with pytest.raises(SystemExit):
-            train.main()
-    snapshot = train.SNAPSHOT.read_bytes()
-    monkeypatch.setattr(train, "RESUME", True)
-    monkeypatch.setattr(train, "LEARNING_RATE", 5e-3)
-    with pytest.raises(ValueError, match="另一种配置.*LEARNING_RATE 是 0.01（现在是 0.005）"):
-        train.main()
-    assert train.SNAPSHOT.read_bytes() == snapshot and train.CKPT.read_bytes() == b"old"
-    monkeypatch.setattr(train, "RESUME", False)
-    monkeypatch.setattr(train, "train_step", interrupt_at(1, train.train_step))
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        train.main()
-    assert "上一次训练留下了存档" in capsys.readouterr().out and train.SNAPSHOT.read_bytes() == snapshot
+def test_a_folder_that_cannot_be_written_is_named_at_once(small):
+    """根用户什么都能写，所以让锁的名字指向一个不存在的文件夹。"""
+    (small.folder / "train.lock").symlink_to(small.folder / "nowhere" / "train.lock")
+    assert f"文件夹 {small.folder} 不能写" in small.fails("train.py")
 
 
-def test_a_training_that_blows_up_says_so(folder, monkeypatch):
-    monkeypatch.setattr(train, "train_step", lambda *_: float("nan"))
-    with pytest.raises(ValueError, match="LEARNING_RATE"):
-        train.main()
-    assert train.CKPT.read_bytes() == b"old"
-
-
-@pytest.mark.parametrize("raw, word", [
-    (None, "找不到"), (b"", "0 首"), ("春风。\r\n春雨。\r\n".encode(), "CRLF"), (b"\xef\xbb\xbf" + "春风。\n春雨。\n".encode(), "BOM"),
-    ("春风。\n春雨。\n".encode("gbk"), "UTF-8"), ("春风。\n春雨。\n".encode(), "block_size")])
-def test_a_bad_corpus(folder, raw, word):
-    train.POEMS.unlink() if raw is None else train.POEMS.write_bytes(raw)
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
-        train.main()
-    assert word in str(error.value) and "poems.txt" in str(error.value) and train.CKPT.read_bytes() == b"old"
-    assert raw is None or train.POEMS.read_bytes() == raw
+def test_a_bad_corpus(small):
+    back = ("poems.txt", "git checkout", "压缩包")
+    good = "".join(poem + "\n" for poem in POEMS[:60])
+    for raw, word in ((None, "读不出来"), (b"", "第 1 行是空的"), (good.replace("\n", "\r\n").encode(), "CRLF"),
+                      (b"\xef\xbb\xbf" + good.encode(), "BOM"), (good.encode("gbk", "ignore"), "不是 UTF-8"),
+                      (good.encode("utf-16"), "UTF-16"), (good.replace("\n", "\r\n").encode("utf-16"), "UTF-16"),
+                      (good.replace("，", "， ", 3).encode(), "第 1 行是空的，或者有空格"), (good.replace("\n", "\n\n").encode(), "第 2 行"),
+                      ((POEMS[0] + "\n" + POEMS[1] + "\u3000\n").encode(), "第 2 行")):
+        path = small.write("data/poems.txt", raw or b"")
+        if raw is None:
+            path.unlink()
+        small.fails("train.py", word, *back)
+        assert (small.folder / "ckpt.pt").read_bytes() == b"old" and (raw is None or path.read_bytes() == raw)
+    small.write("data/poems.txt", "春风。\n春雨。\n")
+    small.fails("train.py", "block_size（32）", "poems.txt")
 
 
 @pytest.mark.parametrize("name, value", [
-    ("MAX_STEPS", 0), ("MAX_STEPS", 1.5), ("EVAL_EVERY", 0), ("BATCH_SIZE", 0), ("LEARNING_RATE", -1), ("LEARNING_RATE", "1e-3"),
-    ("LEARNING_RATE", float("nan")), ("MIN_LEARNING_RATE", -1), ("MIN_LEARNING_RATE", 0.1),
-    ("WARMUP_STEPS", -1), ("WARMUP_STEPS", 12), ("WEIGHT_DECAY", -0.1), ("EMA_DECAY", 1.0), ("VAL_FRACTION", 0),
-    ("VAL_FRACTION", 1), ("SEED", -1), ("SEED", "a"), ("SPLIT_SEED", None), ("WINDOW_PARTS", ()), ("WINDOW_PARTS", (0,)),
-    ("WINDOW_PARTS", 1), ("RESUME", "yes")])
-def test_a_bad_constant_is_named(folder, monkeypatch, name, value):
+    ("MAX_STEPS", 0), ("MAX_STEPS", 1.5), ("MAX_STEPS", True), ("EVAL_EVERY", 0), ("BATCH_SIZE", 0), ("LEARNING_RATE", -1),
+    ("LEARNING_RATE", "1e-3"), ("LEARNING_RATE", float("nan")), ("LEARNING_RATE", 2), ("WARMUP_STEPS", 0), ("DECAY_STEPS", 0),
+    ("WEIGHT_DECAY", -0.1), ("VAL_FRACTION", 0), ("VAL_FRACTION", 1.5), ("SEED", -1), ("SEED", 2**63), ("SEED", "a"),
+    ("SPLIT_SEED", None), ("RESUME", "yes"), ("RESUME", 1)])
+def test_a_bad_constant_is_named(monkeypatch, name, value):
     monkeypatch.setattr(train, name, value)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(SystemExit) as stop:
         train.main()
-    assert name in str(error.value) and repr(value) in str(error.value) and train.CKPT.read_bytes() == b"old"
+    assert name in stop.value.code and repr(value) in stop.value.code and "\n" not in stop.value.code
 
 
-def test_no_warm_up(folder, monkeypatch):
-    monkeypatch.setattr(train, "WARMUP_STEPS", 0)
-    train.main()
-    assert best_loss() < 8
+@POSIX
+def test_signals_and_two_trainings_in_one_folder(small):
+    """第二个 train.py 马上就说，什么也不动；第一个停下（Ctrl-C、被杀掉）以后，新的不用收拾就能开始。"""
+    small.edit("train.py", MAX_STEPS=10**6, EVAL_EVERY=20, BATCH_SIZE=2)
+    for resume, kill in ((False, signal.SIGKILL), (True, signal.SIGINT)):
+        small.edit("train.py", RESUME=resume)
+        first = small.start("train.py")
+        while not first.stdout.readline().decode("utf-8").startswith("第 40/" if not resume else "第 60/"):
+            assert first.poll() is None
+        second = small.start("train.py")
+        out, error = (stream.decode("utf-8") for stream in second.communicate(timeout=60))
+        assert second.returncode == 1 and out == "" and "已经有一个 train.py 在训练" in error and len(error.splitlines()) == 1
+        assert first.poll() is None
+        first.send_signal(kill)
+        out, error = (stream.decode("utf-8") for stream in first.communicate(timeout=60))
+        assert (small.folder / "ckpt.pt").read_bytes() == b"old" and "\r" not in out
+        assert torch.load(small.folder / "snapshot.pt", weights_only=True)["step"] >= 40
+        if kill == signal.SIGINT:
+            assert first.returncode == 1 and re.search("训练停在第 \\d+ 步.*从第 \\d+ 步的存档", error) and "Traceback" not in error
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows 没有这些信号")
-@pytest.mark.parametrize("kill", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_signals_leave_the_old_checkpoint_whole(edited, kill):
-    script = edited("train.py", MAX_STEPS=100000, EVAL_EVERY=20, BATCH_SIZE=2, WARMUP_STEPS=5)
-    edited("gpt.py", n_layer=1, n_embd=16, block_size=16)
-    poems = script.parent / "data" / "poems.txt"
-    poems.write_text("\n".join(POEMS[:200]) + "\n", encoding="utf-8", newline="\n")
-    before = (script.parent / "ckpt.pt").read_bytes()
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not process.stdout.readline().decode("utf-8").startswith("第 40/"):
-        assert process.poll() is None
-    time.sleep(random.random() / 10)
-    process.send_signal(getattr(signal, kill))
-    out, err = process.communicate(timeout=60)
-    assert process.returncode not in (0, None) and (script.parent / "ckpt.pt").read_bytes() == before
-    if kill == "SIGINT":
-        assert process.returncode == 1 and "训练停在第" in err.decode("utf-8") and "RESUME" in err.decode("utf-8")
-        assert "Traceback" not in err.decode("utf-8") and "\r" not in out.decode("utf-8")
-    resumed = edited("train.py", RESUME=True, MAX_STEPS=100000)
-    process = subprocess.Popen([sys.executable, resumed], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    lines = [process.stdout.readline().decode("utf-8") for _ in range(3)]
-    process.kill()
-    process.communicate()
-    assert lines[2].startswith("从第 ")
+@POSIX
+@pytest.mark.slow
+def test_ten_pairs_started_at_once(small):
+    for _ in range(10):
+        (small.folder / "ckpt.pt").write_bytes(b"old")
+        pair = [small.start("train.py"), small.start("train.py")]
+        for process in pair:
+            process.communicate(timeout=120)
+        codes = sorted(process.returncode for process in pair)
+        assert codes in ([0, 1], [0, 0])  # 第二个来得太晚时，第一个已经训练完了
+        assert trained(small)["training"]["max_steps"] == 12
+        assert not (small.folder / "snapshot.pt").exists() and not list(small.folder.glob("*.tmp"))
+
+
+@POSIX
+def test_a_terminal_sees_one_line_that_updates_in_place(small):
+    import os
+    import pty
+    for term, in_place in (("xterm", True), ("dumb", False)):
+        small.write("ckpt.pt", b"old")
+        master, slave = pty.openpty()
+        process = subprocess.Popen([sys.executable, small.folder / "train.py"], stdout=slave, stderr=slave,
+                                   env={**os.environ, "TERM": term, "OMP_NUM_THREADS": "1"})
+        os.close(slave)
+        out = b""
+        while True:
+            try:
+                out += os.read(master, 4096)
+            except OSError:  # 程序结束，终端关了
+                break
+        text = out.decode("utf-8").replace("\r\n", "\n")
+        assert process.wait() == 0 and text.count("第 12/12 步") == (2 if in_place else 1)
+        assert ("\r第 1/12 步" in text) == in_place and text.count("\r") == (16 if in_place else 0) and "\n第 1/12 步" not in text
