@@ -9,7 +9,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -21,7 +20,7 @@ from gpt import GPT, GPTConfig, check, multinomial
 from tokenizer import Tokenizer
 
 SEED = 36  # 随机种子：从 0 数起，第一个让课文对第 2 到 4 节的说法都成立的（见 tests/claims.py）
-PROMPTS = ("白日依山尽，黄河入海", "床前明月光，疑是地上", "春风")  # 第 1 节：给哪几段文字猜下一个字
+PROMPTS = ("白日依山尽，黄河入海", "床前明月光，疑是地上", "春风")  # 第 1 节：猜哪几段的下一个字
 TEMPERATURES = (0.3, 1.0, 1.5)  # 第 2 节：比较哪几个温度，0 表示每次都选概率最高的字
 N_POEMS = 3  # 第 2、3 节：每个温度写几首
 TOP_K = 20  # 第 3 节：只从概率最高的几个字里选
@@ -47,8 +46,9 @@ def decode(ids):
 
 
 def write_poem(opening="", temperature=0.8, top_k=None, top_p=None):
-    """从换行符和 opening 开始，写到换行为止，返回一行文字；写满 80 个字还没完，就截断，加上省略号。"""
-    ids = model.generate(encode("\n" + opening), 80 - len(opening), temperature, top_k, top_p, stop=NEWLINE)
+    """从换行符和 opening 写到换行为止，返回一行文字；写满 80 个字还没完，就截断，加上省略号。"""
+    ids, n = encode("\n" + opening), 80 - len(opening)
+    ids = model.generate(ids, n, temperature, top_k, top_p, stop=NEWLINE)
     text = decode(ids[0].tolist())[1:]
     return text[:-1] if text.endswith("\n") else text + "……"
 
@@ -68,12 +68,12 @@ def probabilities():
         with torch.no_grad():
             logits = model(encode(prompt)[:, -model.config.block_size:])[0][0, -1]  # (vocab_size,)
         top = torch.topk(F.softmax(logits, dim=-1), 8)
-        words = (f"{decode([i])} {p:.1%}" for p, i in zip(top.values.tolist(), top.indices.tolist()))
+        words = [f"{ch} {p:.1%}" for ch, p in zip(decode(top.indices.tolist()), top.values.tolist())]
         print(f"  「{prompt}」→ {'  '.join(words)}".replace("\n", "⏎"))
 
 
 def temperatures():
-    """温度低，通顺，可是用字常见，常常重复；温度 1.0，用字丰富了，也有了生僻字；温度 1.5，格式也崩了。"""
+    """温度 0.3 最通顺，可是用字常见，重复也多；1.0 用字丰富了，也有了生僻字；1.5 连格式也崩了。"""
     n = len(TEMPERATURES)
     print(f"== 2. 同样的随机种子，{'零一两三四五六七八九十'[n:n + 1] or n}个温度各写 {N_POEMS} 首")
     for temperature in TEMPERATURES:
@@ -91,7 +91,7 @@ def filters():
 
 
 def openings():
-    """生成的开头不一定是空的：给了五个字和逗号，就接着写五言。唐朝没有的词也接得下去，因为每个字都出现过。"""
+    """给了五个字和逗号，就接着写五言。唐朝没有的词也接得下去，因为每个字都在唐诗里出现过。"""
     print("== 4. 给出开头，让它续写")
     for opening in OPENINGS:
         show(1, write_poem, opening)
@@ -132,16 +132,16 @@ def timed(net, n, use_cache):
 
 
 def kv_cache():
-    """先看结果：用不用缓存，一字不差。再看时间：写的字越多，省下的越多。最后看代价：每个词元占多少内存。"""
+    """先看结果：一字不差。再看时间：写的字越多，省下的越多。最后看代价：每个词元占多少内存。"""
     print("== 6. KV 缓存：结果一样吗？快了多少？")
     if not LENGTHS:
         return
-    net, config = model, GPTConfig(vocab_size=len(tokenizer))
-    if replace(config, dropout=model.config.dropout) != model.config:  # 练习 3：改了尺寸，还没有重新训练
-        print(f"  gpt.py 的尺寸和 ckpt.pt 的不同（block_size {config.block_size}），这一节用随机初始化的模型来量")
+    net, config, longest = model, GPTConfig(vocab_size=len(tokenizer)), max(LENGTHS)
+    block_size = config.block_size
+    if replace(config, dropout=model.config.dropout) != model.config:  # 练习 3：还没有重新训练
+        print(f"  gpt.py 的尺寸和 ckpt.pt 的不同（block_size {block_size}），用随机初始化的模型来量")
         torch.manual_seed(SEED)
         net = GPT(config)
-    longest, block_size = max(LENGTHS), config.block_size
     plain, cached = (timed(net, longest, use_cache)[0] for use_cache in (False, True))  # 也算预热
     differ = [i for i in range(longest) if plain[i] != cached[i]]
     verdict = f"不一样，从第 {differ[0] + 1} 个字开始" if differ else "完全一样"
@@ -149,15 +149,16 @@ def kv_cache():
     for n in LENGTHS:
         pairs = [(timed(net, n, False)[1], timed(net, n, True)[1]) for _ in range(3)]  # 交替着量
         slow, fast = (statistics.median(column) for column in zip(*pairs))
-        print(f"  写 {n:>3} 个字：不用缓存 {slow:>6.0f} 毫秒，用缓存 {fast:>5.0f} 毫秒，快了 {slow / fast:.1f} 倍")
+        print(f"  写 {n:>3} 个字：不用缓存 {slow:>6.0f} 毫秒，用缓存 {fast:>5.0f} 毫秒，"
+              f"快了 {slow / fast:.1f} 倍")
     if longest > block_size:
-        print(f"  超过 block_size（{block_size}）之后窗口往后滑，每个字的位置都变了，缓存只能作废，省不了计算")
+        print(f"  超过 block_size（{block_size}）之后窗口往后滑，缓存只能作废，省不了计算")
     caches = [{} for _ in net.blocks]
     with torch.no_grad():
         net(torch.full((1, block_size), NEWLINE), caches=caches)
     held = sum(kv.nbytes for cache in caches for kv in cache.values()) / 1024  # 真正占用的，单位 KB
-    print(f"  这个模型每个词元的缓存：2 × {config.n_layer} 层 × {config.n_embd} 维 × {caches[0]['k'].itemsize} 字节"
-          f" = {held / block_size:g} KB，{block_size} 个词元共 {held:g} KB")
+    print(f"  这个模型每个词元的缓存：2 × {config.n_layer} 层 × {config.n_embd} 维"
+          f" × {caches[0]['k'].itemsize} 字节 = {held / block_size:g} KB，{block_size} 个词元共 {held:g} KB")
 
 
 # 练习 2 的答案：先自己写，再往下看
@@ -185,25 +186,22 @@ def load_checkpoint(path):
 
     weights_only=True：只读数字和文字，别人给的文件不能借机运行代码。
     """
-    again = ("请取回课程自带的 ckpt.pt（git checkout ckpt.pt；没有 git 就从下载的压缩包里再解压一次），"
-             "或者运行 python train.py 重新训练")
+    again = "请取回课程自带的（git checkout ckpt.pt，或者再解压一次下载的压缩包），或者运行 python train.py 重新训练"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # 坏文件会引来一串警告，下面的一句话就够了
-            ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
         chars, config, weights = ckpt["chars"], ckpt["config"], ckpt["model"]
         shapes = {name: w.shape for name, w in weights.items()}
-        if len(set(chars)) != config["vocab_size"] or not config.keys() >= {"block_size", "n_layer", "n_head", "n_embd"}:
-            raise ValueError("词表或尺寸不对")
+        if len(set(chars)) != config["vocab_size"] or len(config) < 6:
+            raise ValueError
     except FileNotFoundError:
         sys.exit(f"找不到 {path}，{again}")
     except Exception as e:  # 坏文件的坏法很多，torch.load 抛出的错误也就各式各样
-        sys.exit(f"{path} 不是这一课能用的检查点（{type(e).__name__}），可能没有下载完整，或者来自别的程序：{again}")
+        sys.exit(f"{path} 不是这一课的检查点，或者没有下载完整（{type(e).__name__}），{again}")
     model = GPT(GPTConfig(**config))
     ours = {name: w.shape for name, w in model.state_dict().items()}
-    differ = [name for name in {**ours, **shapes} if ours.get(name) != shapes.get(name)]
+    differ = [name for name in ours | shapes if ours.get(name) != shapes.get(name)]
     if differ:
-        sys.exit(f"{path} 里的权重和 gpt.py 里的模型对不上，先不同的是 {'、'.join(differ[:3])}（共 {len(differ)} 处）："
+        sys.exit(f"{path} 里的权重和 gpt.py 里的模型对不上：{'、'.join(differ[:3])}（共 {len(differ)} 处），"
                  "请把 gpt.py 改回去，或者运行 python train.py 重新训练")
     model.load_state_dict(weights)
     return model.eval(), Tokenizer(chars)
@@ -215,37 +213,36 @@ def check_constants():
         if not isinstance(globals()[name], (tuple, list)):
             sys.exit(f"{name} 应为元组，只有一项时也要写逗号，如 (1,)，得到 {globals()[name]!r}")
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in HEADS):
-        sys.exit(f'HEADS 的每一项应为一对（开头的字，每句几个字），如 (("春眠", 7),)，得到 {HEADS!r}')
-    for name, texts, forbidden in (("PROMPTS", PROMPTS, ""), ("OPENINGS", OPENINGS, "\n"),
-                                   ("HEADS", [heads for heads, _ in HEADS], "\n，。")):
-        for text in texts:
-            if not isinstance(text, str) or not 1 <= len(text) <= 80 or set(text) & set(forbidden):
-                sys.exit(f"{name} 里应为 1 到 80 个字的字符串，不能有 {forbidden!r} 里的字符，得到 {text!r}")
-            if unknown := tokenizer.explain_unknown(text):
-                sys.exit(f"{name} 有误：{unknown}")
+        sys.exit(f'HEADS 的每一项应为（开头的字，每句几个字），如 (("春眠", 7),)，得到 {HEADS!r}')
+    texts = [("PROMPTS", text, "") for text in PROMPTS] + [("OPENINGS", text, "\n") for text in OPENINGS]
+    for name, text, forbidden in texts + [("HEADS", heads, "\n，。") for heads, _ in HEADS]:
+        if not isinstance(text, str) or not 1 <= len(text) <= 80 or set(text) & set(forbidden):
+            sys.exit(f"{name} 里应为 1 到 80 个字，不能有 {forbidden!r} 里的字符，得到 {text!r}")
+        if unknown := tokenizer.explain_unknown(text):
+            sys.exit(f"{name} 有误：{unknown}")
+    if not isinstance(QUATRAIN, bool):
+        sys.exit(f"QUATRAIN 应为 True 或 False，得到 {QUATRAIN!r}")
     try:
         GPTConfig()  # gpt.py 里的尺寸也先检查一遍
         check(0, 2**63 - 1, SEED=SEED)
         check(0, 1, Real, zero=False, TOP_P=1 if TOP_P is None else TOP_P)
         check(1, N_POEMS=N_POEMS, TOP_K=TOP_K)
         check(0, math.inf, Real, FILTER_TEMPERATURE=FILTER_TEMPERATURE)
-        for temperature in TEMPERATURES:
-            check(0, math.inf, Real, TEMPERATURES=temperature)
         for n in LENGTHS:
             check(1, LENGTHS=n)
+        for temperature in TEMPERATURES:
+            check(0, math.inf, Real, TEMPERATURES=temperature)
         for heads, n_char in HEADS:  # 藏头诗每一步都看全文，全文不能超过 block_size
             check(1, model.config.block_size // len(heads) - 1, **{"HEADS 里每句的字数": n_char})
-        if not isinstance(QUATRAIN, bool):
-            raise ValueError(f"QUATRAIN 应为 True 或 False，得到 {QUATRAIN!r}")
     except ValueError as e:
         sys.exit(str(e))
 
 
 def main():
     check_constants()
-    for i, section in enumerate((probabilities, temperatures, filters, openings, acrostics, kv_cache)):
-        if i > 0:
-            print()
+    probabilities()
+    for section in (temperatures, filters, openings, acrostics, kv_cache):
+        print()
         section()
     print(end="", flush=True)
 

@@ -85,35 +85,37 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        small = 0.02 / math.sqrt(2 * config.n_layer)  # 加回 x 的两处小一些，层数多了才不会越加越大
         for name, p in self.named_parameters():
-            if p.dim() == 2:  # 加回 x 的两处缩小一些，层数多了才不会越加越大
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "proj" in name else 0.02)
+            if p.dim() == 2:
+                nn.init.normal_(p, std=small if "proj" in name else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
     def forward(self, idx, targets=None, caches=None, start=0):
-        """每个位置上下一个字的分数 logits (B, T, vocab_size)，和平均交叉熵 loss（nat/字，没有 targets 时为 None）。
+        """算出每个位置上下一个字的分数。位置超出 block_size 时抛出 ValueError。
 
-        idx、targets：(B, T) 的编号；caches：每层一个字典，会被更新；start：idx 的第一个字排在第几个位置，
-        也就是缓存里已有多少个字。位置超出 block_size 时抛出 ValueError。
+        idx、targets：(B, T) 的编号；caches：每层一个字典，会被更新；start：缓存里已有多少个字。
+        返回 logits (B, T, vocab_size) 和 loss（平均交叉熵，nat/字；没有 targets 时为 None）。
         """
         end = start + idx.size(1)
         if end > self.config.block_size:
-            raise ValueError(f"最多看 block_size={self.config.block_size} 个词元，得到 {end} 个，请截短")
+            raise ValueError(f"最多看 block_size={self.config.block_size} 个词元，得到 {end} 个")
         x = self.dropout(self.wte(idx) + self.wpe.weight[start:end])  # (B, T, C)
         for i, block in enumerate(self.blocks):
-            x = block(x, None if caches is None else caches[i])
+            x = block(x, caches[i] if caches is not None else None)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
-        loss = None if targets is None else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        return logits, loss
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True,
                  stop=None):
-        """在提示词 idx (B, T) 后面写 max_new_tokens 个字，返回 (B, T + 字数)。参数不合理时抛出 ValueError。
+        """在提示词 idx (B, T) 后面写 max_new_tokens 个字，返回 (B, T + 字数)。
 
-        temperature、top_k、top_p：见 sample；use_cache：用不用 KV 缓存，结果一样；
-        stop：写出这个编号就停，一批里先写完的用它补齐。模型最多看最后 block_size 个字。
+        temperature、top_k、top_p：见 sample；use_cache：用不用 KV 缓存，结果一样；stop：写出这个编号
+        就停，一批里先写完的用它补齐。模型最多看最后 block_size 个字。参数不合理时抛出 ValueError。
         """
         check_arguments(idx, temperature, top_k, top_p, self.config.vocab_size)
         was_training = self.training
@@ -165,17 +167,18 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None):
 
 
 def multinomial(probs, num_samples=1):
-    """按概率抽签，代替 torch.multinomial：它在不同的处理器、不同的版本上抽出来的字不一样。
+    """按概率抽签：(..., n) -> (..., num_samples)，不放回。参数不合理时抛出 ValueError。
 
-    做法和它相同（指数赛跑）：每个字用时 Exp(1) / 概率，谁先跑到就选谁，选中的机会正好等于概率；
-    只是随机数来自 CPU 上的 torch.rand，处处一样，听 torch.manual_seed 的。
-    probs：(..., n)，不必加起来等于 1；返回 (..., num_samples)，不放回。参数不合理时抛出 ValueError。
+    代替 torch.multinomial：它在不同的处理器、不同的版本上抽出来的字不一样。做法和它相同（指数赛跑）：
+    每个字用时 Exp(1) / 概率，谁先跑到就选谁，选中的机会正好等于概率；只是随机数来自 CPU 上的
+    torch.rand，处处一样，听 torch.manual_seed 的。
     """
     check(1, probs.size(-1), num_samples=num_samples)
-    noise = torch.rand(probs.shape, dtype=torch.float64, device="cpu").neg_().log1p_().neg_()  # Exp(1)
+    noise = torch.rand(probs.shape, dtype=torch.float64, device="cpu")
+    noise = noise.neg_().log1p_().neg_()  # -log(1 - 均匀随机数)，就是 Exp(1)
     speed, winner = (probs.cpu() / noise).topk(num_samples, dim=-1)
     if not (probs.min() >= 0 and 0 < speed.min() and speed.max() < math.inf):
-        raise ValueError("probs 应为不小于 0 的有限数，不能全是 0，也不能有 nan，请检查分数是怎么算的")
+        raise ValueError("probs 应为不小于 0 的有限数，不能全是 0 或有 nan，请检查分数是怎么算的")
     return winner.to(probs.device)
 
 
@@ -193,12 +196,12 @@ def keep_top_p(logits, top_p):
 
 # 以下只管检查，课文不讲
 def check(least, most=math.inf, kind=Integral, zero=True, **names):
-    """names 里的值应为 least 到 most 的整数（kind=Real 时是数），否则抛出 ValueError：谁、应为什么、得到什么。"""
-    allowed = (f" {least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的") + \
-        ("整数" if kind is Integral else "数") + ("" if zero else "，不含 0")
+    """names 里的值应为 least 到 most 的整数（kind=Real 时是数），否则抛出 ValueError，说出名字和值。"""
+    allowed = f" {least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的"
+    allowed += ("整数" if kind is Integral else "数") + ("" if zero else "，不含 0")
     for name, value in names.items():
-        if (isinstance(value, bool) or not isinstance(value, kind)
-                or not least <= value <= most or value == math.inf or value == 0 and not zero):
+        if (isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most
+                or value == math.inf or value == 0 and not zero):
             raise ValueError(f"{name} 应为{allowed}，得到 {value!r}")
 
 
@@ -208,5 +211,6 @@ def check_arguments(idx, temperature, top_k, top_p, vocab_size):
     check(1, top_k=1 if top_k is None else top_k)
     check(0, 1, Real, zero=False, top_p=1 if top_p is None else top_p)
     if idx.numel() == 0:
-        raise ValueError(f"idx 应至少有 1 个字，得到形状 {tuple(idx.shape)}；想从头写，就用换行符做提示词")
-    check(0, vocab_size - 1, **{"idx 里最小的编号": idx.min().item(), "idx 里最大的编号": idx.max().item()})
+        raise ValueError(f"idx 至少要有 1 个字，得到形状 {tuple(idx.shape)}；从头写就用换行符做提示词")
+    for i in (idx.min().item(), idx.max().item()):
+        check(0, vocab_size - 1, **{"idx 里的编号": i})

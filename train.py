@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-if __name__ == "__main__":  # 课文不讲：输出用 UTF-8；一个文件夹里只许一个 train.py，不等导入 torch 就说
+if __name__ == "__main__":  # 课文不讲，放在最前面是因为导入 torch 要几秒：一个文件夹里只许一个 train.py
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8")
@@ -24,8 +24,8 @@ if __name__ == "__main__":  # 课文不讲：输出用 UTF-8；一个文件夹�
         lock = sqlite3.connect(HERE / "train.lock", timeout=0)
         lock.execute("BEGIN EXCLUSIVE")  # 进程一结束锁就没了，被杀掉也一样
     except sqlite3.OperationalError as e:
-        sys.exit("这个文件夹里已经有一个 train.py 在训练，请等它结束，或者先停下它" if "locked" in str(e) else
-                 f"文件夹 {HERE} 不能写（{e}），训练的结果没有地方放，请换一个文件夹")
+        sys.exit("这个文件夹里已经有一个 train.py 在训练，请等它结束" if "locked" in str(e)
+                 else f"文件夹 {HERE} 不能写（{e}），请换一个能写的文件夹")
 
 import torch
 
@@ -48,7 +48,8 @@ HELD_OUT = ("黄河入海流", "疑是地上霜", "大漠孤烟直")  # 课文�
 POEMS = HERE / "data" / "poems.txt"
 CKPT = HERE / "ckpt.pt"
 SNAPSHOT = HERE / "snapshot.pt"  # 训练到一半的存档，训练完成后删掉
-DEVICE = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+DEVICE = ("cuda" if torch.cuda.is_available() else
+          "mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def split(poems):
@@ -65,7 +66,7 @@ def get_batch(data, poem_starts, block_size):
 
     data：全部文字的编号；poem_starts：每首诗前面的换行符在 data 里的位置。
     """
-    n_anywhere = BATCH_SIZE // 2  # 一半从一首诗的开头读起，一半从哪里读起都行：第 1 节的提示词就是半截
+    n_anywhere = BATCH_SIZE // 2  # 一半从一首诗的开头读起，一半从任意的地方读起
     starts = torch.cat([poem_starts[torch.randint(len(poem_starts), (BATCH_SIZE - n_anywhere,))],
                         torch.randint(len(data) - block_size, (n_anywhere,))])
     at = starts[:, None] + torch.arange(block_size)  # (BATCH_SIZE, block_size)
@@ -101,8 +102,9 @@ def write_poem(model, tokenizer):
     """用固定的种子写一首诗，不影响训练用的随机数。"""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        newline = tokenizer.encode("\n")
-        ids = model.generate(torch.tensor([newline], device=DEVICE), 80, temperature=0.8, stop=newline[0])
+        [newline] = tokenizer.encode("\n")
+        ids = torch.tensor([[newline]], device=DEVICE)
+        ids = model.generate(ids, 80, temperature=0.8, stop=newline)
     return tokenizer.decode(ids[0].tolist()).strip().replace("\n", " ")
 
 
@@ -113,9 +115,10 @@ def main():
     train_poems, val_poems = split(poems)
     data = torch.tensor(tokenizer.encode("\n" + "\n".join(train_poems) + "\n"))
     config = GPTConfig(vocab_size=len(tokenizer))
-    poem_starts = (data[:-config.block_size] == data[0]).nonzero()[:, 0]  # 后面够一整段的换行符
+    block_size = config.block_size
+    poem_starts = (data[:-block_size] == data[0]).nonzero()[:, 0]  # 后面够一整段的换行符
     if len(poem_starts) == 0:
-        sys.exit(f"{POEMS} 里用来训练的只有 {len(data)} 个字，应比 block_size（{config.block_size}）多")
+        sys.exit(f"{POEMS} 里用来训练的只有 {len(data)} 个字，应比 block_size（{block_size}）多")
     torch.manual_seed(SEED)
     model = GPT(config).to(DEVICE)
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -123,27 +126,29 @@ def main():
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": WEIGHT_DECAY},
                                    {"params": vectors, "weight_decay": 0.0}],
                                   betas=(0.9, 0.99), fused=DEVICE != "mps")
-    n_params, n_val = sum(p.numel() for p in model.parameters()), sum(len(poem) + 1 for poem in val_poems)
-    print(f"语料：{len(poems):,} 首诗，{len(data) - 1:,} 个字训练，{n_val:,} 个字验证，词表 {len(tokenizer):,} 个字")
-    print(f"模型：{n_params:,} 个参数，{config.n_layer} 层，{config.n_head} 个头，{config.n_embd} 维，"
-          f"block_size {config.block_size}；在 {DEVICE} 上训练", flush=True)
+    print(f"语料：{len(poems):,} 首诗，{len(data) - 1:,} 个字训练，"
+          f"{sum(len(poem) + 1 for poem in val_poems):,} 个字验证，词表 {len(tokenizer):,} 个字")
+    print(f"模型：{sum(p.numel() for p in model.parameters()):,} 个参数，{config.n_layer} 层，"
+          f"{config.n_head} 个头，{config.n_embd} 维，block_size {block_size}；在 {DEVICE} 上训练", flush=True)
 
+    step, seconds = 0, 0.0  # 训练完了几步，用了几秒
     recipe = collect_recipe(config, train_poems, val_poems)
-    step, seconds = load_snapshot(model, optimizer, recipe) if RESUME else (0, 0.0)  # 训练完了几步，用了几秒
+    if RESUME:
+        step, seconds = load_snapshot(model, optimizer, recipe)
     saved, losses, speed, began = step, [], "", time.perf_counter()  # saved：存档是第几步的
     try:
         while True:
             if step % EVAL_EVERY == 0 or step == MAX_STEPS:
                 seconds += time.perf_counter() - began
-                val_loss, openings_loss = (evaluate(model, val_poems, tokenizer, skip) for skip in (0, 1))
-                if not math.isfinite(val_loss):
-                    sys.exit(f"第 {step} 步的损失是 {val_loss}，训练失败了：请把 LEARNING_RATE（{LEARNING_RATE}）改小")
+                val_loss = evaluate(model, val_poems, tokenizer)
+                openings_loss = evaluate(model, val_poems, tokenizer, skip=1)
                 train_loss = f"训练损失 {sum(losses) / len(losses):.4f}  " if losses else ""
-                print(f"{CLEAR}第 {step}/{MAX_STEPS} 步  {train_loss}验证损失 {val_loss:.4f}（不给换行符 {openings_loss:.4f}）"
-                      f"  {speed}\n    {write_poem(model, tokenizer)}", flush=True)
+                print(f"{START}第 {step}/{MAX_STEPS} 步  {train_loss}验证损失 {val_loss:.4f}"
+                      f"（不给换行符 {openings_loss:.4f}）  {speed}\n"
+                      f"    {write_poem(model, tokenizer)}", flush=True)
                 if step > saved:
-                    save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                          "random": torch.get_rng_state(), "step": step, "seconds": seconds, "recipe": recipe}, SNAPSHOT)
+                    save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+                          "seconds": seconds, "random": torch.get_rng_state(), "recipe": recipe}, SNAPSHOT)
                     saved = step
                 if step == MAX_STEPS:
                     break
@@ -152,7 +157,7 @@ def main():
             model.train()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step + 1)
-            x, y = get_batch(data, poem_starts, config.block_size)
+            x, y = get_batch(data, poem_starts, block_size)
             with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
                 _, loss = model(x, y)
             optimizer.zero_grad()
@@ -164,25 +169,27 @@ def main():
             losses.append(loss.item())
             pace = (time.perf_counter() - began) / len(losses)  # 每步几秒
             left = int(pace * (MAX_STEPS - step))
-            speed = f"{BATCH_SIZE * config.block_size / pace:,.0f} 字/秒  还要 {left // 60}:{left % 60:02d}"
-            if CLEAR:
-                print(f"{CLEAR}第 {step}/{MAX_STEPS} 步  训练损失 {losses[-1]:.4f}  {speed}  ", end="", flush=True)
-        facts = {"val_loss": val_loss, "openings_loss": openings_loss, "max_steps": MAX_STEPS, "seed": SEED,
-                 "minutes": seconds / 60, "torch": torch.__version__.split("+")[0]}
-        save({"model": model.cpu().state_dict(), "config": asdict(config), "chars": tokenizer.chars, "training": facts}, CKPT)
+            speed = f"{BATCH_SIZE * block_size / pace:,.0f} 字/秒  还要 {left // 60}:{left % 60:02d}"
+            if START:
+                print(f"\r第 {step}/{MAX_STEPS} 步  训练损失 {losses[-1]:.4f}  {speed}  ", end="", flush=True)
+        training = {"val_loss": val_loss, "openings_loss": openings_loss, "max_steps": MAX_STEPS,
+                    "seed": SEED, "minutes": seconds / 60, "torch": torch.__version__.split("+")[0]}
+        save({"model": model.cpu().state_dict(), "config": asdict(config), "chars": tokenizer.chars,
+              "training": training}, CKPT)
         SNAPSHOT.unlink(missing_ok=True)
     except KeyboardInterrupt:
-        sys.exit(f"\n训练停在第 {step} 步，原来的 ckpt.pt 没有动；" + (
-            f"把 RESUME 改成 True 再运行，就从第 {saved} 步的存档接着训练。" if saved else "还没有存档，再运行就从头开始。"))
+        again = f"把 RESUME 改成 True 再运行，就从第 {saved} 步的存档接着训练" if saved else "还没有存档"
+        sys.exit(f"\n训练停在第 {step} 步，原来的 ckpt.pt 没有动；{again}。")
     print(f"训练用了 {int(seconds) // 60}:{int(seconds) % 60:02d}，写进了 {CKPT}", flush=True)
 
 
 # 以下只管速度、存档和检查，课文不讲
-# 有的 CPU 有专算 16 位小数（bfloat16）的指令，矩阵乘法快得多；没有的，还有别的系统，照旧用 32 位
-HAS_BFLOAT16 = sys.platform == "linux" and getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)
+# Linux 上有的 CPU 有专算 16 位小数（bfloat16）的指令，矩阵乘法快得多；没有的照旧用 32 位
+CAPABILITIES = getattr(torch.cpu, "get_capabilities", dict)() if sys.platform == "linux" else {}
+HAS_BFLOAT16 = CAPABILITIES.get("avx512_bf16", False)
 # 终端里 \r 回到行首，进度只占一行；IDLE、Jupyter 换掉了 sys.stdout，那里和文件里都只打印整行
-TERMINAL = sys.stdout and sys.stdout is sys.__stdout__ and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-CLEAR = "\r" if TERMINAL else ""
+IS_TERMINAL = sys.stdout and sys.stdout is sys.__stdout__ and sys.stdout.isatty()
+START = "\r" if IS_TERMINAL and os.environ.get("TERM") != "dumb" else ""
 
 
 def save(content, path):
@@ -196,7 +203,8 @@ def save(content, path):
             os.fsync(f.fileno())  # 真的写到磁盘上了，才改名
         os.replace(temporary, path)
     except OSError as e:
-        sys.exit(f"写不了 {path}（{e.strerror}），原来的文件没有动；请看看磁盘满没满、文件夹 {path.parent} 能不能写")
+        sys.exit(f"写不了 {path}（{e.strerror}），原来的文件没有动；请看看磁盘满没满、"
+                 f"文件夹 {path.parent} 能不能写")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -205,7 +213,8 @@ def collect_recipe(config, *texts):
     """这些和存档里的不一样，就不能接着训练：各个常量、模型的尺寸、分好的诗（记它们的 SHA-256）。"""
     constants = {name: value for name, value in globals().items()
                  if name.isupper() and name != "EVAL_EVERY" and type(value) in (int, float, tuple)}
-    return constants | asdict(config) | {"诗的 SHA-256": hashlib.sha256(repr(texts).encode("utf-8")).hexdigest()[:16]}
+    digest = hashlib.sha256(repr(texts).encode("utf-8")).hexdigest()
+    return constants | asdict(config) | {"诗的 SHA-256": digest[:16]}
 
 
 def load_snapshot(model, optimizer, recipe):
@@ -214,7 +223,8 @@ def load_snapshot(model, optimizer, recipe):
     try:
         snapshot = torch.load(SNAPSHOT, map_location=DEVICE, weights_only=True)
         was = snapshot["recipe"]
-        changed = [f"{name} 是 {was.get(name)}（现在是 {now}）" for name, now in recipe.items() if was.get(name) != now]
+        changed = [f"{name} 是 {was.get(name)}（现在是 {recipe[name]}）"
+                   for name in recipe if was.get(name) != recipe[name]]
     except FileNotFoundError:
         sys.exit(f"没有存档 {SNAPSHOT}，请{again}")
     except Exception as e:  # 坏文件的坏法很多
@@ -230,21 +240,24 @@ def load_snapshot(model, optimizer, recipe):
 
 def read_poems(path):
     """读语料，返回 list[str]，一行一首。文件不对时用一句话结束。"""
-    back = "或者取回课程自带的（git checkout data/poems.txt；没有 git 就从下载的压缩包里再解压一次）"
+    again = "或者取回课程自带的（git checkout data/poems.txt，或者再解压一次下载的压缩包）"
     try:
         raw = path.read_bytes()
-        wrong = ("存成了 UTF-16" if b"\0" in raw else "开头有字节顺序标记（BOM）" if raw.startswith(b"\xef\xbb\xbf")
-                 else "用了 Windows 的换行符（CRLF）" if b"\r" in raw else "")
-        poems = raw.decode("utf-8").rstrip("\n").split("\n")
+        poems, wrong = raw.decode("utf-8").rstrip("\n").split("\n"), ""
     except OSError as e:
-        sys.exit(f"{path} 读不出来（{e.strerror}），请看看它在不在，{back}")
+        sys.exit(f"{path} 读不出来（{e.strerror}），请看看它在不在，{again}")
     except UnicodeDecodeError as e:
-        wrong = wrong or f"的第 {e.start} 个字节不是 UTF-8"
+        wrong = f"的第 {e.start} 个字节不是 UTF-8"
+    for mark, name in ((b"\0", "存成了 UTF-16"), (b"\xef\xbb\xbf", "开头有字节顺序标记（BOM）"),
+                       (b"\r", "用了 Windows 的换行符（CRLF）")):
+        if mark in raw:
+            wrong = name
+            break
     if wrong:
-        sys.exit(f"{path} {wrong}，请存成不带 BOM 的 UTF-8、LF 换行，{back}")
+        sys.exit(f"{path} {wrong}，请存成不带 BOM 的 UTF-8、LF 换行，{again}")
     for i, poem in enumerate(poems, 1):
         if poem.split() != [poem]:
-            sys.exit(f"{path} 的第 {i} 行是空的，或者有空格，应为一行一首诗，请改好这一行，{back}")
+            sys.exit(f"{path} 的第 {i} 行是空的，或者有空格，应为一行一首诗，请改好，{again}")
     return poems
 
 
@@ -253,8 +266,8 @@ def check_constants():
     try:
         GPTConfig()  # gpt.py 里的尺寸也先检查一遍
         check(0, 2**63 - 1, SEED=SEED, SPLIT_SEED=SPLIT_SEED)
-        check(1, MAX_STEPS=MAX_STEPS, EVAL_EVERY=EVAL_EVERY, BATCH_SIZE=BATCH_SIZE, WARMUP_STEPS=WARMUP_STEPS,
-              DECAY_STEPS=DECAY_STEPS)
+        check(1, MAX_STEPS=MAX_STEPS, EVAL_EVERY=EVAL_EVERY, BATCH_SIZE=BATCH_SIZE,
+              WARMUP_STEPS=WARMUP_STEPS, DECAY_STEPS=DECAY_STEPS)
         check(0, 1, Real, zero=False, LEARNING_RATE=LEARNING_RATE, VAL_FRACTION=VAL_FRACTION)
         check(0, 1, Real, WEIGHT_DECAY=WEIGHT_DECAY)
     except ValueError as e:
@@ -262,7 +275,7 @@ def check_constants():
     if not isinstance(RESUME, bool):
         sys.exit(f"RESUME 应为 True 或 False，得到 {RESUME!r}")
     if SNAPSHOT.exists() and not RESUME:
-        print(f"注意：上一次训练留下了存档 {SNAPSHOT.name}，这次从头训练，到第 {min(EVAL_EVERY, MAX_STEPS)} 步会覆盖它。"
+        print(f"注意：上一次训练留下了存档 {SNAPSHOT.name}，这次从头训练，会覆盖它。"
               "想接着上一次的训练，现在按 Ctrl-C，把 RESUME 改成 True", flush=True)
 
 
