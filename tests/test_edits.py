@@ -47,6 +47,7 @@ def test_both_ends_and_code_points_are_said(lesson):
     lesson.fails("generate.py", "PROMPTS", "U+0020 U+200B U+D800")
     lesson.edit("generate.py", PROMPTS="('a,b🙂',)")
     lesson.fails("generate.py", "PROMPTS", "a , b 🙂", "全角的 ，")
+    lesson.edit("generate.py", PROMPTS="('春风',)")
     for name, value, allowed in (("n_embd", 130, "n_head（4）的整数倍"), ("block_size", 0, "不小于 1"), ("dropout", 1, "0 到 0.9")):
         before = (lesson.folder / "gpt.py").read_text(encoding="utf-8")
         lesson.edit("gpt.py", **{name: value})
