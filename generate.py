@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from gpt import GPT, GPTConfig, check, multinomial
 from tokenizer import Tokenizer
 
-SEED = 36  # 随机种子：从 0 数起，第一个让课文对第 2 到 4 节的说法都成立的（见 tests/claims.py）
+SEED = 2725  # 随机种子：从 0 数起，第一个让课文对第 2 到 4 节的说法都成立的（见 tests/claims.py）
 PROMPTS = ("白日依山尽，黄河入海", "床前明月光，疑是地上", "春风")  # 第 1 节：猜哪几段的下一个字
 TEMPERATURES = (0.3, 1.0, 1.5)  # 第 2 节：比较哪几个温度，0 表示每次都选概率最高的字
 N_POEMS = 3  # 第 2、3 节：每个温度写几首
