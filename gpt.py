@@ -4,6 +4,7 @@
 练习 3：把 GPTConfig 的 block_size 改成 512。
 """
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -41,8 +42,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None):  # (B, T, C) -> (B, T, C)；cache：这一层的字典，会被更新
         B, T, C = x.shape
-        q, k, v = (y.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-                   for y in self.qkv(x).split(C, dim=2))  # 各 (B, n_head, T, head_size)
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 各 (B, n_head, T, head_size)
         if cache is not None:  # KV 缓存：把之前算过的 K、V 接在前面，不用重算
             if "k" in cache:
                 k = torch.cat([cache["k"], k], dim=2)
@@ -66,11 +67,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.proj = nn.Linear(4 * config.n_embd, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
 
     def forward(self, x, cache=None):  # (B, T, C) -> (B, T, C)
-        x = x + self.dropout(self.attn(self.ln_1(x), cache))
-        return x + self.dropout(self.proj(F.gelu(self.fc(self.ln_2(x)))))
+        x = x + F.dropout(self.attn(self.ln_1(x), cache), self.dropout, self.training)
+        y = self.proj(F.gelu(self.fc(self.ln_2(x))))
+        return x + F.dropout(y, self.dropout, self.training)
 
 
 class GPT(nn.Module):
@@ -81,7 +83,7 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # 字的嵌入
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # 位置的嵌入
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -101,7 +103,8 @@ class GPT(nn.Module):
         end = start + idx.size(1)
         if end > self.config.block_size:
             raise ValueError(f"最多看 block_size={self.config.block_size} 个词元，得到 {end} 个")
-        x = self.dropout(self.wte(idx) + self.wpe.weight[start:end])  # (B, T, C)
+        x = self.wte(idx) + self.wpe.weight[start:end]  # (B, T, C)
+        x = F.dropout(x, self.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches is not None else None)
         logits = self.lm_head(self.ln_f(x))  # (B, T, vocab_size)
@@ -109,7 +112,6 @@ class GPT(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True,
                  stop=None):
         """在提示词 idx (B, T) 后面写 max_new_tokens 个字，返回 (B, T + 字数)。
@@ -118,11 +120,9 @@ class GPT(nn.Module):
         就停，一批里先写完的用它补齐。模型最多看最后 block_size 个字。参数不合理时抛出 ValueError。
         """
         check_arguments(idx, temperature, top_k, top_p, self.config.vocab_size)
-        was_training = self.training
-        self.eval()  # 生成时不丢弃（dropout），写完再恢复原来的状态
         caches, start = [{} for _ in self.blocks], 0
         done = torch.zeros_like(idx[:, :1], dtype=torch.bool)  # (B, 1)，哪几行写完了
-        try:
+        with evaluating(self):  # 不丢弃（dropout），不算梯度
             for _ in range(max_new_tokens):
                 if idx.size(1) > self.config.block_size:
                     # 窗口往后滑，每个字的位置都变了，缓存只能作废
@@ -139,11 +139,9 @@ class GPT(nn.Module):
                     next_id = next_id.masked_fill(done, stop)
                     done = next_id == stop
                 idx = torch.cat([idx, next_id], dim=1)
-                if done.all():
+                if stop is not None and done.all():
                     break
-            return idx
-        finally:
-            self.train(was_training)
+        return idx.clone()
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None):
@@ -176,8 +174,9 @@ def multinomial(probs, num_samples=1):
     check(1, probs.size(-1), num_samples=num_samples)
     noise = torch.rand(probs.shape, dtype=torch.float64, device="cpu")
     noise = noise.neg_().log1p_().neg_()  # -log(1 - 均匀随机数)，就是 Exp(1)
-    speed, winner = (probs.cpu() / noise).topk(num_samples, dim=-1)
-    if not (probs.min() >= 0 and 0 < speed.min() and speed.max() < math.inf):
+    race = probs.cpu() / noise
+    speed, winner = race.max(dim=-1, keepdim=True) if num_samples == 1 else race.topk(num_samples, dim=-1)
+    if not (probs.min().item() >= 0 and 0 < speed.min().item() and speed.max().item() < math.inf):
         raise ValueError("probs 应为不小于 0 的有限数，不能全是 0 或有 nan，请检查分数是怎么算的")
     return winner.to(probs.device)
 
@@ -194,7 +193,19 @@ def keep_top_p(logits, top_p):
     return logits.masked_fill(logits < pth, float("-inf"))
 
 
-# 以下只管检查，课文不讲
+# 以下只管状态和检查，课文不讲
+@contextmanager
+def evaluating(model):
+    """模型换到 eval 状态，不算梯度（inference_mode 比 no_grad 再快一成），用完恢复原来的状态。"""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def check(least, most=math.inf, kind=Integral, zero=True, **names):
     """names 里的值应为 least 到 most 的整数（kind=Real 时是数），否则抛出 ValueError，说出名字和值。"""
     allowed = f" {least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的"

@@ -115,13 +115,13 @@ def test_exercises_1_and_2(lesson):
 def test_exercise_3(lesson):
     """block_size 512，随机初始化；再缩成一层训练 4 步，就用训练出来的。"""
     lesson.edit("gpt.py", block_size=512)
-    lesson.edit("generate.py", LENGTHS=(32, 260))
+    lesson.edit("generate.py", LENGTHS=(260,))
     out = run(lesson)
     assert out[:5] == sections(TRANSCRIPT)[:5]
-    assert "随机初始化" in out[5][1] and "512" in out[5][1]
+    assert "随机初始化" in out[5][1] and "block_size 512" in out[5][1]
     assert out[5][2] == "  同样的随机种子，写 260 个字：用缓存和不用缓存的结果完全一样"
-    assert out[5][-1].endswith("= 4 KB，512 个词元共 2048 KB") and len(out[5]) == 6
-    assert float(re.search(r"快了 (\S+) 倍", out[5][4])[1]) > 2
+    assert out[5][-1].endswith("= 4 KB，512 个词元共 2048 KB") and len(out[5]) == 5
+    assert float(re.search(r"快了 (\S+) 倍", out[5][3])[1]) > 1.5
     lesson.edit("gpt.py", n_layer=1, n_embd=16)
     lesson.edit("train.py", MAX_STEPS=2, EVAL_EVERY=2, BATCH_SIZE=1, WARMUP_STEPS=1, DECAY_STEPS=1, VAL_FRACTION=0.001)
     lesson.edit("generate.py", LENGTHS=(200,), N_POEMS=1)
@@ -143,10 +143,10 @@ def test_other_values(lesson):
     assert len(out[0]) == 3 and "「⏎」→" in out[0][1]
     assert "写 140 个字：用缓存和不用缓存的结果完全一样" in out[5][1]
     assert "超过 block_size（128）" in out[5][4] and "省不了" in out[5][4] and len(out[5]) == 6
-    lesson.edit("generate.py", N_POEMS=8, TOP_K=100000, TEMPERATURES=(1.5,) * 11, LENGTHS=(), PROMPTS=(), OPENINGS=(), HEADS=())
+    lesson.edit("generate.py", N_POEMS=2, TOP_K=100000, TEMPERATURES=(1.5,) * 11, LENGTHS=(), PROMPTS=(), OPENINGS=(), HEADS=())
     out = run(lesson)
-    assert out[2][1:] == out[1][2:10] and "11个温度" in out[1][0]  # 全部的字都可选，就和不限制一样
-    assert [len(section) for section in out] == [1, 1 + 11 * 9, 9, 1, 1, 1]
+    assert out[2][1:] == out[1][2:4] and "11个温度" in out[1][0]  # 全部的字都可选，就和不限制一样
+    assert [len(section) for section in out] == [1, 1 + 11 * 3, 3, 1, 1, 1]
 
 
 class Evil:
@@ -168,7 +168,7 @@ def test_ckpt_is_small_and_plain():
 def test_a_checkpoint_that_will_not_do(lesson, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bad = {"empty": b"", "cut off": CKPT[:1_000_000], "random": bytes(range(256)) * 100, "text": b"<html>404</html>",
-           "evil pickle": pickle.dumps(Evil()), "evil zip": Evil(), "other vocabulary": change(chars=list("春风")),
+           "evil pickle": pickle.dumps(Evil(), protocol=2), "evil zip": Evil(), "other vocabulary": change(chars=list("春风")),
            "other config": change(config={"layers": 4}), "only weights": change()["model"], "a list": [1, 2],
            "other weights": change(model={"w": torch.zeros(3)})}
     for kind, content in bad.items():

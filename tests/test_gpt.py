@@ -108,7 +108,9 @@ def test_generate_neither_trains_nor_disturbs(tiny):
     tiny.eval()
     torch.manual_seed(1)
     assert torch.equal(first, tiny.generate(random_ids(1, 3), 20))  # 训练状态下也没有丢弃
-    assert not tiny.training and not first.requires_grad
+    assert not tiny.training and not first.requires_grad and not first.is_inference()
+    tiny(first[:, :9], first[:, 1:10])[1].backward()  # 写出来的字可以拿去训练
+    tiny.zero_grad()
     assert all(torch.equal(p, w) and p.grad is None for p, w in zip(tiny.parameters(), weights))
     tiny.train()
     with pytest.raises(ValueError):
