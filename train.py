@@ -4,6 +4,7 @@ python train.py 要几分钟到半小时。随时可以按 Ctrl-C 停下，原�
 把 RESUME 改成 True 再运行，就从上一次存档接着训练。改模型的尺寸，请改 gpt.py 里的 GPTConfig。
 """
 import ctypes
+import errno
 import hashlib
 import io
 import math
@@ -178,10 +179,10 @@ def main():
                     "seed": SEED, "minutes": seconds / 60, "torch": torch.__version__.split("+")[0]}
         save({"model": model.cpu().state_dict(), "config": asdict(config), "chars": tokenizer.chars,
               "training": training}, CKPT)
-        SNAPSHOT.unlink(missing_ok=True)
     except KeyboardInterrupt:
         again = f"把 RESUME 改成 True 再运行，就从第 {saved} 步的存档接着训练" if saved else "还没有存档"
         sys.exit(f"\n训练停在第 {step} 步，原来的 ckpt.pt 没有动；{again}。")
+    SNAPSHOT.unlink(missing_ok=True)
     print(f"训练用了 {int(seconds) // 60}:{int(seconds) % 60:02d}，写进了 {CKPT}", flush=True)
 
 
@@ -253,21 +254,16 @@ def read_poems(path):
     again = "或者取回课程自带的（git checkout data/poems.txt，或者再解压一次下载的压缩包）"
     try:
         raw = path.read_bytes()
-        poems, wrong = raw.decode("utf-8").rstrip("\n").split("\n"), ""
     except OSError as e:
         sys.exit(f"{path} 读不出来（{e.strerror}），请看看它在不在，{again}")
-    except UnicodeDecodeError as e:
-        wrong = f"的第 {e.start} 个字节不是 UTF-8"
-    for mark, name in ((b"\0", "存成了 UTF-16"), (b"\xef\xbb\xbf", "开头有字节顺序标记（BOM）"),
-                       (b"\r", "用了 Windows 的换行符（CRLF）")):
+    for mark, wrong in ((b"\0", "存成了 UTF-16"), (b"\xef\xbb\xbf", "开头有字节顺序标记（BOM）"),
+                        (b"\r", "用了 Windows 的换行符（CRLF）")):
         if mark in raw:
-            wrong = name
-            break
-    if wrong:
-        sys.exit(f"{path} {wrong}，请存成不带 BOM 的 UTF-8、LF 换行，{again}")
+            sys.exit(f"{path} {wrong}，请存成不带 BOM 的 UTF-8、LF 换行，{again}")
+    poems = raw.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
     for i, poem in enumerate(poems, 1):
-        if poem.split() != [poem]:
-            sys.exit(f"{path} 的第 {i} 行是空的，或者有空格，应为一行一首诗，请改好，{again}")
+        if poem.split() != [poem] or "\ufffd" in poem:
+            sys.exit(f"{path} 的第 {i} 行是空的，有空格，或者不是 UTF-8，应为一行一首诗，请改好，{again}")
     return poems
 
 
@@ -282,8 +278,6 @@ def check_constants():
         check(0, 1, Real, WEIGHT_DECAY=WEIGHT_DECAY)
     except ValueError as e:
         sys.exit(str(e))
-    if not isinstance(RESUME, bool):
-        sys.exit(f"RESUME 应为 True 或 False，得到 {RESUME!r}")
     if SNAPSHOT.exists() and not RESUME:
         print(f"注意：上一次训练留下了存档 {SNAPSHOT.name}，这次从头训练，会覆盖它。"
               "想接着上一次的训练，现在按 Ctrl-C，把 RESUME 改成 True", flush=True)
@@ -292,5 +286,12 @@ def check_constants():
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit("\n已停止，什么也没有动。")
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        sys.stdout = None  # 不再打印
+        sys.exit("没有打印完：磁盘满了，或者接收输出的程序先结束了")
     finally:
         lock.close()

@@ -8,6 +8,7 @@
 
 参数是下载来的 .tgz，或者解开的文件夹（npm 包、上游 git 仓库都可以）。脚本自己不上网。
 """
+import errno
 import hashlib
 import json
 import os
@@ -112,3 +113,8 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("\n已停止，poems.txt 没有改动。")
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        sys.stdout = None  # 不再打印
+        sys.exit("没有打印完：磁盘满了，或者接收输出的程序先结束了")

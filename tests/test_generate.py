@@ -208,12 +208,19 @@ def test_idle_notebooks_and_no_output_at_all(small, stream):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="要用 POSIX 的文件描述符")
-def test_output_that_cannot_be_written(lesson):
+def test_output_that_cannot_be_written(small):
     """标准输出关了（>&-）照常；写满了的磁盘（/dev/full）、先结束的 head：一句话，退出码 1。"""
-    lesson.edit("generate.py", LENGTHS=(8,), N_POEMS=1, TEMPERATURES=(1.0,))
-    script = f'"{sys.executable}" "{lesson.folder / "generate.py"}"'
-    for command, code, words in ((f"{script} >&-", 0, ""), (f"{script} > /dev/full", 1, "磁盘满了"),
-                                 (f"set -o pipefail; {script} | true", 1, "先结束了")):
+    small.write("ckpt.pt", (ROOT / "ckpt.pt").read_bytes())
+    small.edit("generate.py", LENGTHS=(8,), N_POEMS=1, TEMPERATURES=(1.0,))
+    (small.folder / "quantangshi").mkdir()
+    small.write("quantangshi/poet.tang.0.json", b"[]")
+    generating, training, preparing = (f'"{sys.executable}" "{path}"' for path in (
+        small.folder / "generate.py", small.folder / "train.py", ROOT / "data" / "prepare.py"))
+    preparing += f' "{small.folder}"'
+    for command, code, words in ((f"{generating} >&-", 0, ""), (f"{generating} > /dev/full", 1, "磁盘满了"),
+                                 (f"set -o pipefail; {generating} | true", 1, "先结束了"),
+                                 (f"{training} > /dev/full", 1, "磁盘满了"), (f"{preparing} > /dev/full", 1, "磁盘满了"),
+                                 (f"{preparing} >&-", 1, "《全唐诗》应有 57,607 首")):
         done = subprocess.run(["bash", "-c", command], capture_output=True)
         error = done.stderr.decode("utf-8")
         assert done.returncode == code and words in error and len(error.splitlines()) == bool(words), error
