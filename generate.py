@@ -60,8 +60,7 @@ def show(n, write, *args):
 
 
 def probabilities():
-    """模型不背诗：原诗的「流」和「霜」不在前 8 名里。
-    再看「春风」后面的句号：它的概率，和语料里「春风」后面是句号的比例差不多。"""
+    """原诗的「流」和「霜」都不在前 8 名里；「春风」后面是句号的概率，和它在语料里的比例差不多。"""
     print("== 1. 读完一段文字，模型给下一个字的概率（前 8 名）")
     for prompt in PROMPTS:
         with torch.no_grad():
@@ -138,7 +137,8 @@ def kv_cache():
     net, config, longest = model, GPTConfig(vocab_size=len(tokenizer)), max(LENGTHS)
     block_size = config.block_size
     if replace(config, dropout=model.config.dropout) != model.config:  # 练习 3：还没有重新训练
-        print(f"  gpt.py 的尺寸和 ckpt.pt 的不同（block_size {block_size}），用随机初始化的模型来量")
+        print(f"  gpt.py 的尺寸和 ckpt.pt 的不同（block_size {block_size}），"
+              "这一节用随机初始化的模型来量")
         torch.manual_seed(SEED)
         net = GPT(config)
     plain, cached = (timed(net, longest, use_cache)[0] for use_cache in (False, True))  # 也算预热
@@ -151,7 +151,8 @@ def kv_cache():
         print(f"  写 {n:>3} 个字：不用缓存 {slow:>6.0f} 毫秒，用缓存 {fast:>5.0f} 毫秒，"
               f"快了 {slow / fast:.1f} 倍")
     if longest > block_size:
-        print(f"  超过 block_size（{block_size}）之后窗口往后滑，缓存只能作废，省不了计算")
+        print(f"  超过 block_size（{block_size}）之后窗口往后滑，每个字的位置都变了，"
+              "缓存只能作废，省不了计算")
     caches = [{} for _ in net.blocks]
     with torch.no_grad():
         net(torch.full((1, block_size), NEWLINE), caches=caches)
