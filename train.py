@@ -34,7 +34,7 @@ import torch
 from gpt import GPT, GPTConfig, check
 from tokenizer import Tokenizer
 
-SEED = 6  # 训练用的随机种子：从 1 数起，第一个让课文的说法 1、2、8 成立的（见 tests/claims.py）
+SEED = 6  # 随机种子：从 1 数起试，第一个试出课文的说法 1、2、8 成立的（怎么试的，见 README）
 MAX_STEPS = 3550  # 一共训练多少步：从 3,200 起每隔 50 步试一个，这个种子的说法成立的最短的
 EVAL_EVERY = 500  # 每隔多少步评估一次，并且存档
 BATCH_SIZE = 10  # 每一步看多少段文字，每段 block_size 个字
