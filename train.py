@@ -7,7 +7,6 @@ import ctypes
 import errno
 import hashlib
 import io
-import math
 import os
 import random
 import sqlite3
