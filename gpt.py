@@ -208,11 +208,11 @@ def evaluating(model):
 
 def check(least, most=math.inf, kind=Integral, zero=True, **names):
     """names 里的值应为 least 到 most 的整数（kind=Real 时是数），否则抛出 ValueError，说出名字和值。"""
-    allowed = f" {least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的"
-    allowed += ("整数" if kind is Integral else "数") + ("" if zero else "，不含 0")
     for name, value in names.items():
         if (isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most
                 or value == math.inf or value == 0 and not zero):
+            allowed = f" {least} 到 {most} 的" if most < math.inf else f"不小于 {least} 的"
+            allowed += ("整数" if kind is Integral else "数") + ("" if zero else "，不含 0")
             raise ValueError(f"{name} 应为{allowed}，得到 {value!r}")
 
 

@@ -255,7 +255,7 @@ def read_poems(path):
         raw = path.read_bytes()
     except OSError as e:
         sys.exit(f"{path} 读不出来（{e.strerror}），请看看它在不在，{again}")
-    for mark, wrong in ((b"\0", "存成了 UTF-16"), (b"\xef\xbb\xbf", "开头有字节顺序标记（BOM）"),
+    for mark, wrong in ((b"\0", "存成了 UTF-16"), (b"\xef\xbb\xbf", "里有字节顺序标记（BOM）"),
                         (b"\r", "用了 Windows 的换行符（CRLF）")):
         if mark in raw:
             sys.exit(f"{path} {wrong}，请存成不带 BOM 的 UTF-8、LF 换行，{again}")

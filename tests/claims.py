@@ -4,12 +4,11 @@ python tests/claims.py 打印课程自带的 ckpt.pt 是不是条条成立，再
 许多种子排成一批一起写，每一行用自己的随机数，所以几千个种子只要几分钟。
 """
 import random
-import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import torch  # noqa: E402
 
@@ -17,10 +16,9 @@ import generate  # noqa: E402
 import gpt  # noqa: E402
 import train  # noqa: E402
 from generate import NEWLINE, decode, encode, model  # noqa: E402
+from prepare import REGULAR  # noqa: E402
 
 TEXT = (ROOT / "data" / "poems.txt").read_text(encoding="utf-8")
-REGULAR = re.compile("|".join(
-    f"(?:[\u4e00-\u9fff]{{{n}}}，[\u4e00-\u9fff]{{{n}}}。){{{couplets}}}" for n in (5, 7) for couplets in (2, 4)))
 
 
 def regular(poem):

@@ -25,7 +25,7 @@ QUICK = {"MAX_STEPS": 12, "EVAL_EVERY": 4, "BATCH_SIZE": 4, "WARMUP_STEPS": 3, "
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: 一分钟左右的测试，平时不跑；.ci/run 用 -m 'slow or not slow' 全跑")
+    config.addinivalue_line("markers", "slow: 一分钟左右的测试，平时不跑；.ci/run 用 -m slow 另外跑")
     if not config.option.markexpr:
         config.option.markexpr = "not slow"
 
@@ -88,7 +88,7 @@ class Lesson:
 
     def run_here(self, name, *arguments, stdout=None):
         """和 run 一样，只是就在这个进程里运行，不用再导入一遍 torch。stdout：换掉标准输出。"""
-        modules = {m: sys.modules.pop(m, None) for m in ("gpt", "tokenizer", "train", "generate")}
+        modules = {m: sys.modules.pop(m, None) for m in ("gpt", "tokenizer")}
         path, argv, error, code = sys.path[:], sys.argv, io.StringIO(), 0
         sys.path.insert(0, str((self.folder / name).parent))
         sys.argv = [str(self.folder / name), *map(str, arguments)]
@@ -104,7 +104,10 @@ class Lesson:
             error.write(traceback.format_exc())
         finally:
             sys.path[:], sys.argv = path, argv
-            sys.modules.update({m: module for m, module in modules.items() if module})
+            for name, module in modules.items():  # 副本里的模块不能留给后面的测试
+                sys.modules.pop(name, None)
+                if module:
+                    sys.modules[name] = module
         return code, out.getvalue() if isinstance(out, io.StringIO) else "", error.getvalue()
 
     def fails(self, name, *words):
