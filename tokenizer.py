@@ -2,7 +2,7 @@
 
 词表是语料里出现过的全部不同的字符，按编码排序；编号就是它在词表里的位置。
 """
-FULL_WIDTH = {",": "，", ".": "。", "?": "。", "!": "。", "？": "。", "！": "。"}  # 语料里对应的标点
+import unicodedata
 
 
 class Tokenizer:
@@ -35,9 +35,22 @@ class Tokenizer:
         unknown = [ch for ch in dict.fromkeys(text) if ch not in self.ids]
         if not unknown:
             return ""
-        names = [ch if ch.isprintable() and ch != " " else f"U+{ord(ch):04X}" for ch in unknown]  # 看不见的写编码
-        hints = [f"{ch} 请换成全角的 {FULL_WIDTH[ch]}；" for ch in unknown if ch in FULL_WIDTH]
-        if any("\u4e00" <= ch <= "\u9fff" for ch in unknown):
-            hints.append("语料是简体字，繁体字请换成简体；")
-        return (f"{text!r} 里有词表里没有的字：{' '.join(names)}。{''.join(hints)}"
-                "请换成《全唐诗》里出现过的字")
+        names = "、".join(describe(ch, self.ids) for ch in unknown)
+        hint = "繁体和简体是不同的字，" if any("\u4e00" <= ch <= "\u9fff" for ch in unknown) else ""
+        return f"{text!r} 里有词表里没有的字：{names}。{hint}请换成训练用的语料里出现过的字"
+
+
+# 以下只管说清楚错在哪里，课文不讲
+FULL_WIDTH = {",": "，", ".": "。", "?": "。", "!": "。", "？": "。", "！": "。"}  # 语料里用的标点
+
+
+def describe(ch, ids):
+    """词表 ids 不认识的字 ch：看不见的、样子像别的字的，写出编码；词表里有该换成的字，就说出来。"""
+    standard = unicodedata.normalize("NFKC", ch)  # 部首 ⽩ 的标准写法是汉字 白，全角 ｖ 的是 v
+    name = ch if ch.isprintable() and ch != " " else "看不见的字符"
+    if name != ch or standard != ch:
+        name += f" U+{ord(ch):04X}"
+    for right in (FULL_WIDTH.get(ch), standard):
+        if right in ids:
+            return f"{name}（请换成 {right}）"
+    return name
