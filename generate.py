@@ -240,9 +240,9 @@ def load_checkpoint(path):
         shapes = {name: tuple(w.shape) for name, w in weights.items()}
         missing = {"block_size", "n_layer", "n_head", "n_embd", "dropout"} - config.keys()
         unknown = [name for name in config if not hasattr(GPTConfig, name)]
-        if missing or unknown or len(set(chars)) != config["vocab_size"]:
+        vocabulary = set(chars)
+        if missing or unknown or len(vocabulary) != config["vocab_size"] or set("\n，。") - vocabulary:
             raise ValueError("尺寸或词表不对")
-        Tokenizer(chars).encode("\n，。")  # 后面要用到的三个字符，词表里都有
     except FileNotFoundError:
         stop(f"找不到 {path}，{way_out}")
     except Exception as e:  # 坏文件的坏法很多，torch.load 抛出的错误也就各式各样

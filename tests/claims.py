@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path += [str(ROOT), str(ROOT / "data")]  # 测试里，副本在前面
 
 import torch  # noqa: E402
 

@@ -5,7 +5,9 @@ import torch
 import claims
 import generate
 import train
-from conftest import ROOT
+from conftest import ROOT, shipped
+
+pytestmark = shipped
 
 FACTS = torch.load(ROOT / "ckpt.pt", weights_only=True)["training"]
 
