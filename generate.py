@@ -241,8 +241,10 @@ def load_checkpoint(path):
         missing = {"block_size", "n_layer", "n_head", "n_embd", "dropout"} - config.keys()
         unknown = [name for name in config if not hasattr(GPTConfig, name)]
         vocabulary = set(chars)
-        if missing or unknown or len(vocabulary) != config["vocab_size"] or set("\n，。") - vocabulary:
-            raise ValueError("尺寸或词表不对")
+        if len(vocabulary) != config["vocab_size"] or set("\n，。") - vocabulary:
+            raise ValueError("词表不对")
+        if missing or unknown:
+            raise ValueError("尺寸不对")
     except FileNotFoundError:
         stop(f"找不到 {path}，{way_out}")
     except Exception as e:  # 坏文件的坏法很多，torch.load 抛出的错误也就各式各样

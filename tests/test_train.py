@@ -237,7 +237,8 @@ def test_twelve_steps_are_those_of_a_plain_loop_of_our_own(small):
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
     for name, p in zip(names, params):
-        assert torch.allclose(p, trained(small)["model"][name], rtol=0, atol=1e-6), name
+        least = 1e-5 if name.endswith("qkv.bias") else 3e-7  # k 的偏置本来没有梯度，只有舍入，Adam 把它放大了
+        assert torch.allclose(p, trained(small)["model"][name], rtol=0, atol=least), name
 
 
 def test_a_bad_corpus(small):
