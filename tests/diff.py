@@ -7,6 +7,7 @@
 generate.py 自己出了错，就只打印它的错误，不比较。
 """
 import difflib
+import errno
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 GENERATE = HERE.parent / "generate.py"
 TRANSCRIPT = HERE / "transcript.txt"
+FIRST = "== 1. 读完一段文字"  # 每份记录都有的第一行
 
 
 def decode(raw):
@@ -27,12 +29,12 @@ def decode(raw):
 
 
 def mask(text):
-    """遮住计时的数字：每台机器、每次运行都不一样。"""
+    """把计时的数字换成 …：每台机器、每次运行都不一样。"""
     return re.sub(r" +\d+ 毫秒", " … 毫秒", re.sub(r"快了 [\d.]+ 倍", "快了 … 倍", text))
 
 
 def diff(expected, got, name):
-    """遮住时间以后的 unified diff，list[str]；没有差别时是空的。"""
+    """不比较时间的 unified diff，list[str]；没有差别时是空的。"""
     expected, got = mask(expected).splitlines(), mask(got).splitlines()
     return list(difflib.unified_diff(expected, got, name, "python generate.py", lineterm=""))
 
@@ -42,21 +44,38 @@ def main():
     try:
         expected = decode(path.read_bytes())
     except OSError as e:
-        sys.exit(f"记录 {path} 读不出来（{e.strerror}），请给出一个文本文件")
+        sys.exit(f"找不到记录 {path}，请看看名字写对了没有" if isinstance(e, FileNotFoundError)
+                 else f"记录 {path} 读不出来（{type(e).__name__}），请给出一个文本文件")
+    if FIRST not in expected:
+        sys.exit(f"记录 {path} 里没有「{FIRST}」：不是 generate.py 打印的，或者存的时候编码坏了"
+                 "（PowerShell 5 的 > 就会）。请重新存一份："
+                 'cmd /c "python generate.py > 我的记录.txt"，别的系统用 python generate.py > 我的记录.txt')
     done = subprocess.run([sys.executable, str(GENERATE)], capture_output=True)
     print(decode(done.stderr), end="", file=sys.stderr)
     if done.returncode:
         sys.exit(1)
     lines = diff(expected, decode(done.stdout), str(path))
     print("\n".join(lines) if lines else f"和 {path.name} 一样（计时的数字不算）")
+    print(end="", flush=True)
     sys.exit(1 if lines else 0)
 
 
-if __name__ == "__main__":
+def run(main):
+    """运行 main：输出用 UTF-8；按 Ctrl-C、管道断了、磁盘满了，都只说一句话。bench.py、claims.py 也用它。"""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8")
     try:
         main()
+        print(end="", flush=True)
     except KeyboardInterrupt:
         sys.exit("\n已停止。")
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EPIPE, errno.EINVAL):  # Windows 上管道断了是 EINVAL
+            raise
+        sys.stdout = None  # 不再打印
+        sys.exit("没有打印完：磁盘满了，或者接收输出的程序先结束了")
+
+
+if __name__ == "__main__":
+    run(main)
