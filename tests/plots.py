@@ -48,10 +48,12 @@ def write(figure, name):
     """存成 SVG，换上一串中文字体；没有日期，同样的图就是同样的字节。"""
     import io
     import re
+    import warnings
     buffer = io.StringIO()
+    warnings.filterwarnings("ignore", "Glyph")  # matplotlib 自己的字体里没有汉字，图里用不着它
     figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
     fonts = "'Noto Sans CJK SC', 'PingFang SC', 'Microsoft YaHei', 'WenQuanYi Zen Hei', sans-serif"
-    text = re.sub(r"(font: \d+(?:\.\d+)?px )[^;\"]+", lambda m: m[1] + fonts, buffer.getvalue())
+    text = re.sub("font-family: [^;\"]+", f"font-family: {fonts}", buffer.getvalue())
     text = re.sub(r"[ \t]+\n", "\n", text)
     (HERE / "plots" / name).write_text(text, encoding="utf-8", newline="\n")
 

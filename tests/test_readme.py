@@ -10,6 +10,7 @@ import torch
 
 import diff
 import generate
+import plots
 import train
 from conftest import ROOT, shipped
 
@@ -57,3 +58,18 @@ def test_its_figures_are_those_of_the_checkpoint():
     assert f"{FACTS['val_loss']:.4f}" in README and f"{FACTS['openings_loss']:.4f}" in README
     assert f"{train.MAX_STEPS:,} 步" in README and f"| {train.MAX_STEPS:,} | {FACTS['val_loss']:.4f} |" in README
     assert sum(p.numel() for p in generate.model.parameters()) == 2_419_712 and "240 万个参数" in README
+
+
+def test_the_pictures_show_the_numbers_of_the_shipped_model():
+    text = (ROOT / "tests" / "plots" / "temperature.svg").read_text(encoding="utf-8")
+    for temperature, _, share, n in plots.curves():
+        assert f">温度 {temperature}<" in text and f">{share:.1%}<" in text and f">{n:,} 个<" in text
+        assert f"| {share:.1%} |" in README and f"| {n:,} |" in README  # 和表里的一样
+    for name in ("temperature.svg", "kv_cache.svg"):
+        path = ROOT / "tests" / "plots" / name
+        assert f"(tests/plots/{name})" in README and path.stat().st_size < 100_000
+        assert "Noto Sans CJK SC" in path.read_text(encoding="utf-8")
+
+
+def test_no_paragraph_is_too_dense():
+    assert all(sum("\u4e00" <= ch <= "\u9fff" for ch in line) <= 160 for line in README.splitlines())
