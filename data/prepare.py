@@ -8,11 +8,13 @@
 
 参数是下载来的 .tgz，或者解开的文件夹（npm 包、上游 git 仓库都可以）。脚本自己不上网。
 """
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import sys
 import tarfile
 import zipfile
@@ -94,14 +96,15 @@ def main():
     if digest != SHA256:
         sys.exit(f"SHA-256 是 {digest}，应为 {SHA256}，{OUT.name} 没有改动："
                  "来源要用 chinese-poetry 2.0.1，转换要用 PyPI 的 opencc（1.4.2 核对过）")
-    temporary = OUT.with_name(OUT.name + ".tmp")
+    temporary = OUT.with_name(f"{OUT.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(raw)
         os.replace(temporary, OUT)  # 一步换上：中途断了，旧文件还在
     except OSError as e:
         sys.exit(f"写不了 {OUT}（{e.strerror}），原来的文件没有动；请看看磁盘满没满、文件夹 {OUT.parent} 能不能写")
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # 删不掉也没有关系
+            temporary.unlink(missing_ok=True)
     print(f"写好了 {OUT}")
 
 
@@ -114,7 +117,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("\n已停止，poems.txt 没有改动。")
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EPIPE):
+        if e.errno not in (errno.ENOSPC, errno.EPIPE, errno.EINVAL):  # Windows 上管道断了是 EINVAL
             raise
         sys.stdout = None  # 不再打印
         sys.exit("没有打印完：磁盘满了，或者接收输出的程序先结束了")

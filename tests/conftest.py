@@ -10,6 +10,7 @@ import io
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,7 @@ import torch  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 
 torch.set_num_threads(1)  # 小模型用一个线程最快，也不和别的进程争
+signal.signal(signal.SIGINT, signal.default_int_handler)  # 用 nohup、& 启动的，子进程也听得见 Ctrl-C
 
 # 读者自己训练了 ckpt.pt：只看课程自带的那一个的测试就跳过，说明为什么；CI 上不跳过，不同就是错
 own_ckpt = hashlib.sha256((ROOT / "ckpt.pt").read_bytes()).hexdigest() != SHIPPED_CKPT
