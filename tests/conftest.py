@@ -80,6 +80,11 @@ def pytest_configure(config):
         config.option.markexpr = "not slow"
 
 
+def pytest_make_parametrize_id(val, argname):
+    """参数是汉字时，用参数的名字做记号：pytest 会把汉字写成 \\u4e00 这样的。"""
+    return argname if isinstance(val, str) and not val.isascii() else None
+
+
 def pytest_unconfigure(config):
     shutil.rmtree(COPY.parent, ignore_errors=True)
 

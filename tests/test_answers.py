@@ -114,7 +114,7 @@ WRONG_QUATRAIN = {
     "only_bans": (steps(BAN), "只禁止还不够"),
     "only_forces": (steps(FORCE), "缺的一步"),
     "newline_not_banned": (steps(BAN.replace("BANNED", "BANNED[1:]") + FORCE), "换行符"),
-    "comma_not_banned": (steps(BAN.replace("BANNED", "[BANNED[0], BANNED[2]]") + FORCE), "逗号"),
+    "comma_not_banned": (steps(BAN.replace("BANNED", "[BANNED[0], BANNED[2]]") + FORCE), "不许出现标点"),
     "five_characters": (LINES.replace("range(7)", "range(5)"), "第 6 个字符"),
     "two_lines": (LINES.replace("range(4)", "range(2)"), "一共 16 个字符"),
     "off_by_one": (steps((BAN + FORCE).replace("position %", "(position - 1) %")), "第 1 个字符"),
@@ -186,28 +186,67 @@ def test_two_functions_of_one_name_are_said():
     assert "2 个 f（第 1、3 行）" in doubled("def f():\n    pass\ndef f():\n    pass\n", "f")
 
 
+def copy_all(folder):
+    """整份课程，连同测试，就像读者的文件夹。"""
+    return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "venv", "*.tmp"))
+
+
 def lesson_with_answers(folder, top_p, quatrain):
-    """读者的文件夹：课程的一份副本，里面是读者的答案和 README 建议的改动。"""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", "__pycache__", ".pytest_cache", ".venv", "venv"))
-    for name, edit in (("gpt.py", lambda s: set_constant(put(
-                           s, "keep_top_p", "def keep_top_p(logits, top_p):\n" + textwrap.indent(top_p, "    ")), "block_size", 512)),
-                       ("train.py", lambda s: set_constant(set_constant(s, "RESUME", True), "BATCH_SIZE", 3)),
-                       ("generate.py", lambda s: put(set_constant(set_constant(set_constant(
-                           s, "TOP_P", 0.9), "QUATRAIN", True), "LENGTHS", (32, 64, 120, 500)), "quatrain", quatrain))):
-        source = edit((folder / name).read_text(encoding="utf-8"))
-        (folder / name).write_text(source, encoding="utf-8", newline="\n")
+    """读者的文件夹：课程的一份副本，里面是读者的答案和 README 建议的改动，一样也不少。"""
+    copy_all(folder)
+    source = {name: (folder / name).read_text(encoding="utf-8") for name in ("gpt.py", "train.py", "generate.py")}
+    source["gpt.py"] = put(source["gpt.py"], "keep_top_p", "def keep_top_p(logits, top_p):\n" + textwrap.indent(top_p, "    "))
+    source["generate.py"] = put(source["generate.py"], "quatrain", quatrain)
+    for name, constant, value in (("gpt.py", "block_size", 512), ("train.py", "RESUME", True), ("train.py", "BATCH_SIZE", 3),
+                                  ("generate.py", "TOP_P", 0.9), ("generate.py", "QUATRAIN", True),
+                                  ("generate.py", "LENGTHS", (32, 64, 120, 500))):
+        source[name] = set_constant(source[name], constant, value)
+    for name, text in source.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
     return folder
 
 
-def pytest_in(folder, *arguments):
-    environ = {name: value for name, value in os.environ.items() if name != "CI"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=folder, env=environ,
-                          capture_output=True, timeout=1200)
-    return done.returncode, done.stdout.decode("utf-8")
+def start_pytest(folder, *arguments, **environ):
+    environ = {**{name: value for name, value in os.environ.items() if name != "CI"}, **environ}
+    return subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *map(str, arguments)],
+                            cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process):
+    """(退出码, 打印的)。"""
+    out = process.communicate(timeout=1200)[0].decode("utf-8")
+    return process.returncode, out
+
+
+def run_whole_suite(folder):
+    """在 folder 里运行全部的测试（慢的除外），分成三份一起跑：[(退出码, 打印的), …]。"""
+    files = sorted((folder / "tests").glob("test_*.py"))
+    return [finish(process) for process in [start_pytest(folder, *files[i::3]) for i in range(3)]]
 
 
 def test_what_a_learner_reads_who_asks(tmp_path):
     folder = lesson_with_answers(tmp_path / "a", WRONG_TOP_P["drops_the_crossing"][0], WRONG_QUATRAIN["only_bans"][0])
-    code, out = pytest_in(folder, "tests/test_exercises.py")
+    code, out = finish(start_pytest(folder, "tests/test_exercises.py"))
     assert code == 1 and "2 failed" in out and "Traceback" not in out
     assert "跨过 p 的那个字也要留下" in out and "只禁止还不够" in out
+
+
+@pytest.mark.slow
+def test_the_whole_suite_is_green_with_the_learner_s_answers_and_edits(tmp_path):
+    folder = lesson_with_answers(tmp_path / "a", RIGHT_TOP_P["shift"], RIGHT_QUATRAIN["without_the_end"])
+    for code, out in run_whole_suite(folder):
+        assert code == 0, out
+
+
+@pytest.mark.slow
+def test_with_a_checkpoint_of_the_learner_s_own_its_tests_are_skipped_but_not_in_ci(small, tmp_path):
+    small.edit("gpt.py", block_size=64)
+    assert small.run_here("train.py")[0] == 0
+    folder = copy_all(tmp_path / "a")
+    shutil.copy(small.folder / "ckpt.pt", folder / "ckpt.pt")
+    results = run_whole_suite(folder)
+    for code, out in results:
+        assert code == 0, out
+    assert any("ckpt.pt 不是课程自带的" in out for _, out in results)
+    code, out = finish(start_pytest(folder, "tests/test_claims.py", "tests/test_edits.py", "-k", "claims or plain", CI="true"))
+    assert code == 1 and "skipped" not in out, out

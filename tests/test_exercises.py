@@ -171,18 +171,25 @@ def write_quatrain(module, model, seed=0):
 
 
 def find_fault(text, last):
-    """text 哪里不合格式，说成半句话；都合时是空字符串。last：第 32 个字符可以是什么。"""
+    """text 哪里不合格式：(半句话, 缺了哪一步)；都合时是空的。last：第 32 个字符可以是什么。"""
     for position, ch in enumerate(text[:32], 1):
         shown = "换行符" if ch == "\n" else f"「{ch}」"
         if position == 32 and ch not in last:
-            return f"第 32 个字符是{shown}，应该是句号，或者没有"
+            return f"第 32 个字符是{shown}，应该是句号，或者没有", COUNT
         if position in (8, 16, 24) and ch not in "，。":
-            return f"第 {position} 个字符是{shown}，应该是逗号或句号"
+            return f"第 {position} 个字符是{shown}，应该是逗号或句号", COUNT if ch == "\n" else FORCE
         if position % 8 and ch in "\n，。":
-            return f"第 {position} 个字符是{shown}，应该是汉字"
+            return f"第 {position} 个字符是{shown}，应该是汉字", BAN_NEWLINE if ch == "\n" else BAN_MARKS
     if len(text) not in (31, 32):
-        return f"一共 {len(text)} 个字符，应该是 31 个，或者加上最后的句号 32 个"
-    return ""
+        return f"一共 {len(text)} 个字符，应该是 31 个，或者加上最后的句号 32 个", COUNT
+    return ()
+
+
+# 练习 2 缺了哪一步
+BAN_NEWLINE = "写字的位置也不许换行：换行符的分数也要设成负无穷（它也在 BANNED 里）"
+BAN_MARKS = "写字的位置不许出现标点：BANNED 里的字的分数都要设成负无穷，每一步都要"
+FORCE = "只禁止还不够：到第 8、16、24 个字符时，要把逗号和句号以外的字都设成负无穷"
+COUNT = "数一数已经写了几个字符：第 8、16、24 个只许是逗号或句号，其他位置不许出现换行和标点"
 
 
 def judge_quatrain(module):
@@ -191,25 +198,21 @@ def judge_quatrain(module):
         return "generate.py 里没有 quatrain 这个函数，应该有：quatrain() 返回一首七言绝句"
     model, banned = module.model, module.BANNED
     newline, comma, stop = (module.tokenizer.ids[ch] for ch in "\n，。")
-    ban_newline = "写字的位置也不许换行：换行符的分数也要设成负无穷（它也在 BANNED 里）"
-    ban_marks = "写字的位置不许出现标点：BANNED 里的字的分数都要设成负无穷，每一步都要"
-    force = "只禁止还不够：到第 8、16、24 个字符时，要把逗号和句号以外的字都设成负无穷"
-    general = "数一数已经写了几个字符：第 8、16、24 个只许是逗号或句号，其他位置不许出现换行和标点"
-    cases = [("课程自带的模型", model, seed, "。", general) for seed in range(3)]
-    cases += [("一个哪里都不想写标点的模型", prefer(model, banned, -60.0), 0, "，。", force),
-              ("一个最想写换行符的模型", prefer(model, [newline], 60.0), 0, "，。", ban_newline),
-              ("一个最想写逗号的模型", prefer(model, [comma], 60.0), 0, "，。", ban_marks),
-              ("一个最想写句号的模型", prefer(model, [stop], 60.0), 0, "，。", ban_marks)]
-    for who, other, seed, last, thought in cases:
+    cases = [(" ckpt.pt 里的模型", model, seed, "。") for seed in range(3)]
+    cases += [("一个哪里都不想写标点的模型", prefer(model, banned, -60.0), 0, "，。"),
+              ("一个最想写换行符的模型", prefer(model, [newline], 60.0), 0, "，。"),
+              ("一个最想写逗号的模型", prefer(model, [comma], 60.0), 0, "，。"),
+              ("一个最想写句号的模型", prefer(model, [stop], 60.0), 0, "，。")]
+    for who, other, seed, last in cases:
         text, error = write_quatrain(module, other, seed)
         if error:
-            return f"quatrain 还不对：用{who}，{where(error)}；应该返回一首七言绝句。缺的一步：{thought}"
+            return f"quatrain 还不对：用{who}，{where(error)}；应该返回一首七言绝句。缺的一步：{COUNT}"
         if not isinstance(text, str):
             return (f"quatrain 还不对：它返回了 {text!r}，应该返回一行文字。"
                     "缺的一步：最后 return decode(ids[0].tolist()).strip()")
-        fault = find_fault(text.removeprefix("\n").removesuffix("\n"), last)
-        if fault:
-            return f"quatrain 还不对：用{who}，写出来的是 {text!r}，{fault}。缺的一步：{thought}"
+        if fault := find_fault(text.removeprefix("\n").removesuffix("\n"), last):
+            what, thought = fault
+            return f"quatrain 还不对：用{who}，写出来的是 {text!r}，{what}。缺的一步：{thought}"
     poem = make_poem(module)
     text, error = write_quatrain(module, recite(model, module.tokenizer.encode(poem + "\n")))
     got = (text or "").strip()
