@@ -145,7 +145,11 @@ class Lesson:
     def run(self, name, **environ):
         """运行脚本，返回 (退出码, 标准输出, 标准错误)。"""
         process = self.start(name, **environ)
-        out, error = (stream.decode("utf-8").replace("\r\n", "\n") for stream in process.communicate(timeout=300))
+        try:
+            streams = process.communicate(timeout=120)
+        finally:
+            process.kill()  # 不结束的程序，不等它
+        out, error = (stream.decode("utf-8").replace("\r\n", "\n") for stream in streams)
         return process.returncode, out, error
 
     def run_here(self, name, *arguments, stdout=None):

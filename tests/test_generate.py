@@ -191,9 +191,11 @@ def test_the_times_are_medians_of_alternating_runs(monkeypatch, capsys):
         order.append(use_cache)
         return [1] * n, next(cached if use_cache else plain)
     monkeypatch.setattr(generate, "time_generate", time_generate)
-    monkeypatch.setattr(generate, "LENGTHS", (8,))
+    monkeypatch.setattr(generate, "LENGTHS", (128,))
     generate.kv_cache()
-    assert "不用缓存     60 毫秒，用缓存    20 毫秒，快了 3.0 倍" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "不用缓存     60 毫秒，用缓存    20 毫秒，快了 3.0 倍" in out
+    assert "超过" not in out  # 正好写满 block_size 个字，窗口还没有滑
     assert order == [False, True] * 4
 
 

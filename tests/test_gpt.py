@@ -24,6 +24,7 @@ def test_shapes_and_loss(tiny):
     assert torch.equal(again, logits)
     picked = torch.log_softmax(logits, -1).gather(-1, idx[..., None])
     assert torch.allclose(loss, -picked.mean())
+    assert tiny.bfloat16()(idx, targets=idx)[1].dtype == torch.float32  # 分数是 16 位的，损失也用 32 位算
 
 
 @torch.no_grad()
@@ -31,6 +32,22 @@ def test_first_loss_is_that_of_guessing():
     model = GPT(GPTConfig(vocab_size=1000, n_embd=32))
     loss = model(random_ids(4, 100, 1000), random_ids(4, 100, 1000, seed=1))[1]
     assert abs(loss.item() - torch.tensor(1000.0).log().item()) < 0.1
+
+
+def test_weights_start_small_and_those_added_to_x_smaller():
+    for name, p in GPT(GPTConfig(vocab_size=1000)).named_parameters():
+        if p.dim() == 2:
+            assert p.std().item() == pytest.approx(0.02 / math.sqrt(2 * 4) if "proj" in name else 0.02, rel=0.05), name
+        else:
+            assert (p == (0.0 if name.endswith("bias") else 1.0)).all(), name
+
+
+def test_dropout_after_the_embeddings_and_before_each_addition(tiny, monkeypatch):
+    calls = []
+    monkeypatch.setattr(gpt.F, "dropout", lambda x, p=0.5, training=True: calls.append((p, training)) or x)
+    tiny.train()(random_ids(1, 3))
+    tiny.eval()(random_ids(1, 3))
+    assert calls == [(0.2, True)] * 5 + [(0.2, False)] * 5
 
 
 @torch.no_grad()
@@ -180,6 +197,8 @@ def test_a_tiny_model_learns_one_batch_by_heart():
 def test_temperature_zero_is_argmax():
     logits = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
     assert torch.equal(sample(logits, temperature=0), logits[:, -1].argmax(-1, keepdim=True))
+    close = torch.tensor([0.0, 1e-4])[None, None].expand(200, 1, 2)
+    assert set(sample(close, temperature=1e-4).flatten().tolist()) == {0, 1}  # 很低的温度还不是 0
 
 
 def test_multinomial_draws_the_exact_probabilities():

@@ -1,4 +1,5 @@
 """训练：数据、验证集、存档、中断、接着训练。用很小的模型，几秒钟一次。"""
+import os
 import random
 import re
 import signal
@@ -90,7 +91,13 @@ def test_learning_rate_rises_stays_and_falls_to_zero():
 
 def test_a_training_from_end_to_end(small):
     lines = finish(small).splitlines()
-    assert lines[0].startswith("语料：200 首诗") and lines[1].startswith("模型：")
+    poems = small.read("data/poems.txt").split()
+    train_poems, val_poems = train.split(poems)
+    n_train, n_val = (sum(len(poem) + 1 for poem in part) for part in (train_poems, val_poems))
+    n_chars = len(set("\n".join(poems)))
+    n_params = sum(p.numel() for p in gpt.GPT(gpt.GPTConfig(**TINY, vocab_size=n_chars)).parameters())
+    assert lines[0] == f"语料：200 首诗，{n_train:,} 个字训练，{n_val:,} 个字验证，词表 {n_chars:,} 个字"
+    assert lines[1] == f"模型：{n_params:,} 个参数，1 层，2 个头，16 维，block_size 32；在 cpu 上训练"
     steps = [line for line in lines if line.startswith("第 ")]
     assert [line.split()[1] for line in steps] == [f"{step}/12" for step in (0, 4, 8, 12)] and len(lines) == 11
     assert all(re.fullmatch(r"第 \d+/12 步  训练损失 \d\.\d{4}  验证损失 \d\.\d{4}（不给开头的换行符 \d\.\d{4}）  [\d,]+ 字/秒  还要 0:\d\d",
@@ -99,13 +106,14 @@ def test_a_training_from_end_to_end(small):
     assert sorted(path.name for path in small.folder.iterdir()) == [
         "ckpt.pt", "data", "generate.py", "gpt.py", "tokenizer.py", "train.py"]
     ckpt = trained(small)
-    facts, poems = ckpt["training"], (small.folder / "data" / "poems.txt").read_text(encoding="utf-8").split()
+    facts = ckpt["training"]
+    assert 0 < facts["minutes"] < 1 and facts["torch"] == torch.__version__.split("+")[0]
     assert ckpt["chars"] == sorted(set("\n".join(poems))) and facts["max_steps"] == 12 and facts["seed"] == train.SEED
     assert f"{facts['val_loss']:.4f}（不给开头的换行符 {facts['openings_loss']:.4f}）" in steps[-1]
     model = gpt.GPT(gpt.GPTConfig(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])  # 写进去的正是最后一步的模型
     for skip, loss in ((0, facts["val_loss"]), (1, facts["openings_loss"])):
-        assert train.evaluate(model, train.split(poems)[1], Tokenizer(ckpt["chars"]), skip) == pytest.approx(loss, abs=1e-6)
+        assert train.evaluate(model, val_poems, Tokenizer(ckpt["chars"]), skip) == pytest.approx(loss, abs=1e-6)
     assert all(w.dtype == torch.float32 for w in ckpt["model"].values())
 
 
@@ -179,6 +187,8 @@ def test_a_snapshot_of_another_recipe_split_or_corpus_is_refused_by_name(small):
     small.write("snapshot.pt", b"PK\x03\x04 not a snapshot")
     code, _, error = small.run_here("train.py")
     assert code == 1 and "snapshot.pt 读不出来" in error and "RESUME 改成 False" in error
+    torch.save({"recipe": Fraction(1, 2)}, small.folder / "snapshot.pt")  # 别的类，可以借机运行代码
+    assert "读不出来（UnpicklingError）" in small.run_here("train.py")[2]
 
 
 def test_an_old_snapshot_is_announced_before_it_is_overwritten(small):
@@ -218,28 +228,59 @@ def test_what_cannot_be_removed_changes_nothing(small):
 def test_twelve_steps_are_those_of_a_plain_loop_of_our_own(small):
     """另写一遍训练：学习率、裁剪、每个参数一组 AdamW、autograd.grad，和 train.py 的结果一样。"""
     small.edit("train.py", HAS_BFLOAT16=False)
-    finish(small)
+    small.edit("gpt.py", dropout=0.1)
+    printed = [float(loss) for loss in re.findall("训练损失 ([0-9.]+)", finish(small))]
     poems = small.read("data/poems.txt").split()
     tokenizer = Tokenizer.from_text("\n".join(poems))
     data = torch.tensor(tokenizer.encode("\n" + "\n".join(train.split(poems)[0]) + "\n"))
     starts = [i for i in range(len(data) - 32) if data[i] == data[0]]
     torch.manual_seed(6)
-    model = gpt.GPT(gpt.GPTConfig(**TINY, vocab_size=len(tokenizer)))
+    model = gpt.GPT(gpt.GPTConfig(**TINY, vocab_size=len(tokenizer), dropout=0.1))
     names, params = zip(*model.named_parameters())
     optimizers = [torch.optim.AdamW([p], weight_decay=0.1 if p.dim() == 2 else 0.0, betas=(0.9, 0.99)) for p in params]
+    losses = []
     for step in range(1, 13):
         at = [starts[i] for i in torch.randint(len(starts), (2,)).tolist()] + torch.randint(len(data) - 32, (2,)).tolist()
         x, y = (torch.stack([data[i + shift:i + shift + 32] for i in at]) for shift in (0, 1))
-        grads = torch.autograd.grad(model(x, y)[1], params)
+        losses.append(model(x, y)[1])
+        grads = torch.autograd.grad(losses[-1], params)
         norm = torch.stack([g.norm() for g in grads]).norm().item()
         rate = 2e-3 * (step / 3 if step < 3 else 1 if step < 6 else (12 - step) / 6)
         for p, g, optimizer in zip(params, grads, optimizers):
             p.grad = g * min(1, 1 / (norm + 1e-6))
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
+    averages = torch.stack(losses).view(3, 4).mean(1).tolist()  # 每 4 步打印一次，是这 4 步的平均
+    assert printed == pytest.approx(averages, abs=6e-5)
     for name, p in zip(names, params):
         least = 1e-5 if name.endswith("qkv.bias") else 3e-7  # k 的偏置本来没有梯度，只有舍入，Adam 把它放大了
         assert torch.allclose(p, trained(small)["model"][name], rtol=0, atol=least), name
+
+
+def test_the_last_step_is_evaluated_even_between_two_evaluations(small):
+    small.edit("train.py", EVAL_EVERY=5)
+    code, out, error = small.run("train.py")
+    assert (code, error) == (0, "") and re.findall("第 ([0-9]+)/12 步", out) == ["0", "5", "10", "12"]
+
+
+def test_speed_and_time_left(monkeypatch):
+    monkeypatch.setattr(train, "MAX_STEPS", 400)
+    monkeypatch.setattr(train, "BATCH_SIZE", 4)
+    assert train.describe_speed(100, 0.25, gpt.GPTConfig(block_size=32)) == "512 字/秒  还要 1:15"
+
+
+def test_two_saves_at_once_each_write_a_file_of_their_own(tmp_path, monkeypatch):
+    """写到一半，另一个 train.py 也来写：两个都写得完，后改名的算数。"""
+    path, fsync = tmp_path / "ckpt.pt", os.fsync
+
+    def save_another_first(f):
+        monkeypatch.setattr(os, "fsync", fsync)
+        train.save({"step": 1}, path)
+        assert torch.load(path, weights_only=True) == {"step": 1}
+        fsync(f)
+    monkeypatch.setattr(os, "fsync", save_another_first)
+    train.save({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 2} and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_bad_corpus(small):
@@ -312,7 +353,6 @@ def test_ten_pairs_started_at_once(small):
 
 @POSIX
 def test_a_terminal_sees_one_line_that_updates_in_place(small):
-    import os
     import pty
     for term, in_place in (("xterm", True), ("dumb", False)):
         small.write("ckpt.pt", b"old")
