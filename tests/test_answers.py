@@ -65,6 +65,10 @@ WRONG_TOP_P = {
                          "return F.softmax(logits, dim=-1).masked_fill(drop, float('-inf'))", "分数照原样"),
     "twenty": ("return logits.masked_fill(logits < logits.topk(min(20, max(1, (F.softmax(logits, -1).sort(-1, True).values"
                ".cumsum(-1) < top_p).sum().item() + 1))).values[:, -1:], float('-inf'))", "不能先定"),
+    "fixed": (SORTED + "drop = probs.cumsum(-1) - probs >= 0.9\n"
+              "return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float('-inf'))", "不能写死"),
+    "not_low_enough": (SORTED + "drop = probs.cumsum(-1) - probs >= top_p\n"
+                       "return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -20.0)", "负无穷"),
     "slip": ("probs, order, x = F.softmax(logits, dim=-1).sort(dim=-1)\nreturn logits", "ValueError")}
 
 STEP = '''        logits = model(ids)[0][0, -1] / 0.8
@@ -108,6 +112,13 @@ def quatrain():
         ids = torch.cat([ids, new], dim=1)
     return decode(ids[0].tolist())
 '''
+RETRY = '''def quatrain():
+    import re
+    while True:
+        poem = decode(model.generate(encode("\\n"), 32, temperature=0.8)[0].tolist()).strip()
+        if re.fullmatch("(.{7}[，。]){4}", poem):
+            return poem
+'''
 RIGHT_QUATRAIN = {"by_position": steps(BAN + FORCE), "with_parameter": steps(BAN + FORCE, parameter="t=1.0"), "without_the_end":
                   steps(BAN + FORCE, end=32), "like_acrostic": LINES, "with_a_cache": CACHED}
 WRONG_QUATRAIN = {
@@ -120,6 +131,7 @@ WRONG_QUATRAIN = {
     "off_by_one": (steps((BAN + FORCE).replace("position %", "(position - 1) %")), "第 1 个字符"),
     "prints": (steps(BAN + FORCE, tail="    print(decode(ids[0].tolist()).strip())\n"), "return"),
     "forgets_the_text": (LINES.replace("model(ids)", "model(ids[:, -1:])"), "全送进模型"),
+    "picks_afterwards": (RETRY, "不是写完再挑"),
     "slip": (LINES.replace('encode("\\n")', 'encode("\\n"), 1', 1), "Error")}
 
 

@@ -6,6 +6,7 @@ gpt.sample 会抽到哪些字，generate.quatrain() 写出什么。不对时用�
 import ast
 import copy
 import inspect
+import itertools
 import math
 import random
 import traceback
@@ -21,9 +22,9 @@ import gpt
 # 练习 1：(各个字的概率, p, 应该留下哪几个字)。都避开了正好加到 p 的地方，那里多一个少一个只是舍入
 TABLES = [
     ((0.5, 0.41, 0.09), 0.9, {0, 1}), ((0.6, 0.4), 0.5, {0}), ((0.09, 0.5, 0.41), 0.9, {1, 2}),
-    ((0.1, 0.2, 0.3, 0.4), 0.65, {2, 3}), ((0.05, 0.15, 0.1, 0.55, 0.15), 0.8, {1, 3, 4}),
-    ((0.2, 0.3, 0.5), 0.05, {2}), ((0.35, 0.4, 0.05, 0.2), 0.99, {0, 1, 2, 3}), ((0.1, 0.3, 0.15, 0.25, 0.2), 0.5, {1, 3}),
-    ((0.1, 0.7, 0.2), 0.6, {1})]
+    ((0.12, 0.2, 0.3, 0.38), 0.65, {2, 3}), ((0.05, 0.15, 0.1, 0.55, 0.15), 0.8, {1, 3, 4}),
+    ((0.2, 0.3, 0.5), 0.05, {2}), ((0.35, 0.4, 0.05, 0.2), 0.99, {0, 1, 2, 3}), ((0.09, 0.31, 0.15, 0.25, 0.2), 0.5, {1, 3}),
+    ((0.09, 0.7, 0.21), 0.6, {1})]
 NAMES = "甲乙丙丁戊己庚辛"
 
 
@@ -61,6 +62,7 @@ MISTAKES = [
     (lambda probs, p: {i for i, q in enumerate(probs) if q >= 1 - p}, "要看的是累计概率，不是单个字的概率"),
     (lambda probs, p: by_rank(probs, max(1, int(p * len(probs)))), "留几个字不能先定：要看加到第几个才够 p"),
     (lambda probs, p: by_rank(probs, n_right(probs, 1 - p)), "要加到 p，不是加到 1 - p"),
+    (lambda probs, p: by_rank(probs, n_right(probs, 0.9)), "加到参数 top_p 为止，不能写死成 0.9"),
     (lambda probs, p: set(range(len(probs))) - by_rank(probs, len(probs) - add_up(sorted(probs), p)),
      "排序的方向反了：从概率最高的字加起（descending=True）"),
     (lambda probs, p: set(range(len(probs))) - by_rank(probs, n_right(probs, p)), "留反了：该留下的去掉了，该去掉的留下了")]
@@ -83,21 +85,29 @@ def doubled(source, name):
             f"Python 用的是靠后的那个，请在「答案」那一行下面的 {name} 里写，别的删掉")
 
 
-def draw(sample, probs, p, n):
-    """照这些概率抽 n 次，返回 {第几个字: 几次}。分数是概率的对数加上 2：加一个数不改变概率。"""
-    logits = torch.tensor(probs).log()[None, None] + 2.0
+def draw(sample, probs, p, n, shift=2.0):
+    """照这些概率抽 n 次，返回 {第几个字: 几次}，或者出的错。分数都加上 shift：概率不变。"""
+    logits = torch.tensor(probs).log()[None, None] + shift
     torch.manual_seed(0)
-    return Counter(sample(logits.clone(), 1.0, top_p=p).item() for _ in range(n))
+    try:
+        return Counter(sample(logits.clone(), 1.0, top_p=p).item() for _ in range(n))
+    except Exception as e:
+        return e
+
+
+def drawn(result):
+    """draw 的结果写成半句话。"""
+    if isinstance(result, Exception):
+        return where(result)
+    return "抽到过 " + "、".join(NAMES[i] for i in sorted(result))
 
 
 def judge_top_p(sample):
     """练习 1 的答案对不对：对时返回空字符串，不对时返回一句话。sample：gpt.sample。"""
     found = []  # (概率, p, 应该留下的, 抽到的字，或者错误)
     for probs, p, expected in TABLES:
-        try:
-            got = set(draw(sample, probs, p, 250))
-        except Exception as e:
-            got = e
+        result = draw(sample, probs, p, 250)
+        got = result if isinstance(result, Exception) else set(result)
         found.append((probs, p, expected, got))
     wrong = [row for row in found if row[3] != row[2]]
     if wrong:
@@ -106,34 +116,46 @@ def judge_top_p(sample):
                            for probs, p, _, got in found)]
         probs, p, expected, got = next((row for row in wrong if not isinstance(row[3], Exception)), wrong[0])
         given = "、".join(f"{NAMES[i]} {q:g}" for i, q in enumerate(probs))
-        got = where(got) if isinstance(got, Exception) else "抽到过 " + "、".join(NAMES[i] for i in sorted(got))
         right = "、".join(NAMES[i] for i in sorted(expected))
-        return f"top-p 还不对：概率是 {given}，p={p}，{got}，应该只抽得到 {right}。缺的一步：{(thoughts or [GENERAL])[0]}"
+        return (f"top-p 还不对：概率是 {given}，p={p}，{drawn(got)}，应该只抽得到 {right}。"
+                f"缺的一步：{(thoughts or [GENERAL])[0]}")
 
     counts = draw(sample, (0.2, 0.7, 0.1), 0.85, 1500)
-    if abs(counts[1] / 1500 - 7 / 9) > 0.08:
-        return (f"top-p 还不对：概率是 甲 0.2、乙 0.7、丙 0.1，p=0.85，抽 1500 次，乙抽到 {counts[1]} 次，应该在 1167 次上下。"
+    if isinstance(counts, Exception) or abs(counts[1] / 1500 - 7 / 9) > 0.08:
+        got = where(counts) if isinstance(counts, Exception) else f"乙抽到 {counts[1]} 次"
+        return (f"top-p 还不对：概率是 甲 0.2、乙 0.7、丙 0.1，p=0.85，抽 1500 次，{got}，应该在 1167 次上下。"
                 "缺的一步：留下的字，分数照原样，概率之间的比例才不变")
+    low = draw(sample, (0.5, 0.41, 0.09), 0.9, 250, shift=-40.0)
+    if isinstance(low, Exception) or set(low) != {0, 1}:
+        return (f"top-p 还不对：概率是 甲 0.5、乙 0.41、丙 0.09，可是分数都减了 40，p=0.9，{drawn(low)}，"
+                "应该只抽得到 甲、乙。缺的一步：去掉的字，分数要设成负无穷 float(\"-inf\")，才一定抽不到")
     weights = [200 - i for i in range(200)]
     random.Random(0).shuffle(weights)
     probs = [weight / sum(weights) for weight in weights]
     n = n_right(probs, 0.9)
-    got = set(draw(sample, probs, 0.9, 3000))
-    if not got <= by_rank(probs, n + 1) or len(got) < 0.85 * n:
-        return (f"top-p 还不对：200 个字，概率和 1、2、3……200 成正比，p=0.9，抽到过 {len(got)} 个字，"
+    many = draw(sample, probs, 0.9, 3000)
+    if isinstance(many, Exception) or not set(many) <= by_rank(probs, n + 1) or len(many) < 0.85 * n:
+        got = where(many) if isinstance(many, Exception) else f"抽到过 {len(many)} 个字"
+        return (f"top-p 还不对：200 个字，概率和 1、2、3……200 成正比，p=0.9，{got}，"
                 f"应该是概率最高的 {n} 个。缺的一步：留几个字不能先定，要看加到第几个才够 p")
-    try:
-        free = set(draw(sample, (0.2, 0.3, 0.5), None, 250))
-    except Exception as e:
-        return f"top_p=None 时，{where(e)}，应该什么也不去掉。缺的一步：先看 if top_p is not None"
-    if free != {0, 1, 2}:
-        return "top_p=None 时少抽了几个字，应该什么也不去掉。缺的一步：先看 if top_p is not None"
+    free = draw(sample, (0.2, 0.3, 0.5), None, 250)
+    if isinstance(free, Exception) or set(free) != {0, 1, 2}:
+        return (f"top-p 还不对：top_p=None 时，{drawn(free)}，应该什么也不去掉。"
+                "缺的一步：先看 if top_p is not None")
     return ""
+
+
+class TooLong(Exception):
+    """写了这么多步还没有写完；不拦住，写完再挑的写法会一直写下去。"""
 
 
 def stand_in(model, change):
     """model 的替身：分数先经过 change(logits, start) 再给出来；start：第一个位置是第几个。"""
+    steps = itertools.count(1)
+
     def hook(module, args, kwargs, output):
+        if next(steps) > 2000:
+            raise TooLong("写了 2,000 步还没有写完")
         start = kwargs.get("start", args[3] if len(args) > 3 else 0)
         return change(output[0], start), output[1]
     other = copy.deepcopy(model)
@@ -205,6 +227,9 @@ def judge_quatrain(module):
               ("一个最想写句号的模型", prefer(model, [stop], 60.0), 0, "，。")]
     for who, other, seed, last in cases:
         text, error = write_quatrain(module, other, seed)
+        if isinstance(error, TooLong):
+            return (f"quatrain 还不对：用{who}，{error}，应该写 31 或 32 步。"
+                    "缺的一步：不是写完再挑，是每一步都把不合格式的字的分数设成负无穷")
         if error:
             return f"quatrain 还不对：用{who}，{where(error)}；应该返回一首七言绝句。缺的一步：{COUNT}"
         if not isinstance(text, str):

@@ -96,10 +96,17 @@ def test_a_batch_is_its_rows(tiny):
         assert torch.equal(row[None], tiny.generate(prompt[None], 20, temperature=0))
 
 
-def test_beyond_the_window_only_the_last_characters_count(tiny):
-    prompt = random_ids(1, 40)
-    short = tiny.generate(prompt[:, -16:], 5, temperature=0)
-    assert torch.equal(tiny.generate(prompt, 5, temperature=0)[:, -21:], short)
+@torch.no_grad()
+@pytest.mark.parametrize("length", [3, 40])  # 窗口是 16
+def test_each_step_reads_the_last_characters_and_draws_once(tiny, length):
+    tiny.eval()
+    for seed in range(5):
+        text = prompt = random_ids(2, length, seed=seed)
+        torch.manual_seed(seed)
+        for _ in range(30):
+            text = torch.cat([text, sample(tiny(text[:, -16:])[0])], dim=1)
+        torch.manual_seed(seed)
+        assert torch.equal(tiny.generate(prompt, 30), text)
 
 
 def test_stop(tiny):

@@ -24,7 +24,7 @@ FACTS = torch.load(ROOT / "ckpt.pt", weights_only=True)["training"]
 def test_short_and_with_the_two_commands():
     lines = README.splitlines()
     assert len(lines) < 150 and re.fullmatch(r"# \S+ GPT：\S+ KV \S+", lines[0])
-    assert all(line.isascii() or "「生成文字" in line for line in lines[2:5])
+    assert all(line.isascii() or "「生成文字" in line for line in lines[4:7]) and lines[2].startswith("这是课文")
     assert "    python -m pip install -r requirements.txt && python generate.py" in lines
     assert "    python -m pip install -r requirements.txt pytest && python -m pytest tests" in lines
 
