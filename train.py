@@ -368,7 +368,10 @@ def stamp(path):
 
 
 def leave(why, before):
-    """用一句话结束：为什么停了，ckpt.pt 换过没有，怎样接着训练。before：开始时 ckpt.pt 的 stamp。"""
+    """用一句话结束：为什么停了，ckpt.pt 换过没有，怎样接着训练。
+
+    before：开始训练以前 ckpt.pt 的 stamp。
+    """
     if stamp(CKPT) != before:
         sys.exit(f"{why}；新的 ckpt.pt 已经写好。")
     sys.exit(f"{why}；原来的 ckpt.pt 没有动，{way_out()}。")

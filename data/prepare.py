@@ -27,8 +27,9 @@ SHA256 = "70f39b9a90e28b17350429bd1e0eb6c3748eaffd73f6a3403d112a4af618c8fc"
 # npm 包放在 dist/quantangshi，git 仓库放在 全唐诗；同名的 strains（平仄）、error 文件夹不要
 SOURCE = re.compile(r"(?:^|/)(?:quantangshi|全唐诗)/poet\.tang\.(\d+)\.json$")
 # 五言或七言，一联两句，逗号在前、句号在后；四句是两联，八句是四联
-REGULAR = re.compile("|".join(
-    f"(?:[\u4e00-\u9fff]{{{n}}}，[\u4e00-\u9fff]{{{n}}}。){{{couplets}}}" for n in (5, 7) for couplets in (2, 4)))
+HAN = "[\u4e00-\u9fff]"
+REGULAR = re.compile("|".join(f"(?:{HAN}{{{n}}}，{HAN}{{{n}}}。){{{couplets}}}"
+                              for n in (5, 7) for couplets in (2, 4)))
 
 
 def read_source(path):
@@ -39,7 +40,8 @@ def read_source(path):
     path = Path(path).resolve()
     give = "请给出 chinese-poetry 2.0.1 的 .tgz（npm pack chinese-poetry@2.0.1）或解开的文件夹"
     if path.is_dir():
-        files = {p.as_posix(): p.read_bytes() for p in path.rglob("poet.tang.*.json") if SOURCE.search(p.as_posix())}
+        files = {p.as_posix(): p.read_bytes() for p in path.rglob("poet.tang.*.json")
+                 if SOURCE.search(p.as_posix())}
     elif not path.exists():
         sys.exit(f"找不到 {path}，{give}")
     elif zipfile.is_zipfile(path):
@@ -47,19 +49,21 @@ def read_source(path):
     else:
         try:
             with tarfile.open(path) as tar:
-                files = {m.name: tar.extractfile(m).read() for m in tar if m.isfile() and SOURCE.search(m.name)}
+                files = {m.name: tar.extractfile(m).read() for m in tar
+                         if m.isfile() and SOURCE.search(m.name)}
         except (tarfile.TarError, EOFError, OSError, zlib.error) as e:
             sys.exit(f"{path} 不是完整的 .tgz 文件（{e}），请重新下载：{give}")
     folders = sorted({name.rpartition("/")[0] for name in files})
     if not folders:
-        sys.exit(f"{path} 里没有 quantangshi/poet.tang.*.json（git 仓库里是 全唐诗/poet.tang.*.json），{give}")
+        sys.exit(f"{path} 里没有 quantangshi/poet.tang.*.json"
+                 f"（git 仓库里是 全唐诗/poet.tang.*.json），{give}")
     if len(folders) > 1:
         sys.exit(f"{path} 里有 {len(folders)} 份《全唐诗》：{'、'.join(folders)}，请只给出其中一份")
     return sorted(files.items(), key=lambda item: int(SOURCE.search(item[0])[1]))
 
 
 def read_poems(files):
-    """把各个 JSON 文件里的诗连成字符串，返回 list[str]（繁体，一首一个）；篇数不对时用一句话结束。"""
+    """各个 JSON 文件里的诗，返回 list[str]（繁体，一首一个）；篇数不对时用一句话结束。"""
     poems = []
     for i, (name, raw) in enumerate(files, 1):
         try:
@@ -69,7 +73,8 @@ def read_poems(files):
         if i % 10 == 0 or i == len(files):
             print(f"读了 {i}/{len(files)} 个文件，{len(poems):,} 首", flush=True)
     if len(poems) != N_SOURCE:
-        sys.exit(f"《全唐诗》应有 {N_SOURCE:,} 首，这里有 {len(poems):,} 首：缺了文件，或者不是 2.0.1 版")
+        sys.exit(f"《全唐诗》应有 {N_SOURCE:,} 首，这里有 {len(poems):,} 首："
+                 "缺了文件，或者不是 2.0.1 版")
     return poems
 
 
@@ -87,7 +92,8 @@ def main():
     if len(sys.argv) != 2:
         sys.exit("用法：python data/prepare.py chinese-poetry-2.0.1.tgz（或解开的文件夹）")
     poems = simplify(read_poems(read_source(sys.argv[1])))
-    poems = list(dict.fromkeys(poem for poem in poems if REGULAR.fullmatch(poem)))  # 去掉重复的，留第一首
+    poems = [poem for poem in poems if REGULAR.fullmatch(poem)]
+    poems = list(dict.fromkeys(poems))  # 去掉重复的，留第一首
     text = "\n".join(poems) + "\n"
     raw = text.encode("utf-8")
     print(f"{len(poems):,} 首，{len(text):,} 个字符（算上换行），{len(set(text)):,} 个不同的字符，"
@@ -101,7 +107,8 @@ def main():
         temporary.write_bytes(raw)
         os.replace(temporary, OUT)  # 一步换上：中途断了，旧文件还在
     except OSError as e:
-        sys.exit(f"写不了 {OUT}（{e.strerror}），原来的文件没有动；请看看磁盘满没满、文件夹 {OUT.parent} 能不能写")
+        sys.exit(f"写不了 {OUT}（系统说：{e.strerror}），原来的文件没有动；"
+                 f"请看看磁盘满没满、文件夹 {OUT.parent} 能不能写")
     finally:
         with contextlib.suppress(OSError):  # 删不掉也没有关系
             temporary.unlink(missing_ok=True)

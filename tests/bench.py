@@ -44,13 +44,15 @@ def train_speed(folder):
     """train.py 自己打印的每秒几个字：在临时文件夹里运行 STEPS 步。"""
     for name in ("gpt.py", "tokenizer.py", "train.py", "data/poems.txt"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        for constant, value in (("MAX_STEPS", STEPS), ("DECAY_STEPS", 1), ("VAL_FRACTION", 0.001), ("RESUME", False)):
+        for constant, value in (("MAX_STEPS", STEPS), ("DECAY_STEPS", 1),
+                                ("VAL_FRACTION", 0.001), ("RESUME", False)):
             text = re.sub(rf"^{constant} = .*", f"{constant} = {value}", text, flags=re.M)
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
     done = subprocess.run([sys.executable, str(folder / "train.py")], capture_output=True)
     if done.returncode:  # train.py 说了什么，照样说出来
-        sys.exit(f"train.py 没有训练完，退出码 {done.returncode}：\n{done.stderr.decode('utf-8', 'replace').strip()}")
+        error = done.stderr.decode("utf-8", "replace").strip()
+        sys.exit(f"train.py 没有训练完，退出码 {done.returncode}：\n{error}")
     return float(re.findall(r"([\d,]+) 字/秒", done.stdout.decode("utf-8"))[-1].replace(",", ""))
 
 
@@ -64,7 +66,8 @@ def bench_training():
     plain = statistics.median(speeds["朴素的写法"])
     print("| 训练 | 字/秒 | 比值 |\n|---|---|---|")
     for name, values in speeds.items():
-        print(f"| {name} | {statistics.median(values):,.0f} | {statistics.median(values) / plain:.2f} |", flush=True)
+        speed = statistics.median(values)
+        print(f"| {name} | {speed:,.0f} | {speed / plain:.2f} |", flush=True)
 
 
 def bench_generation():
@@ -82,7 +85,8 @@ def bench_generation():
                 if i > 0:
                     times[use_cache].append((time.perf_counter() - began) / n * 1000)
         slow, fast = (statistics.median(t) for t in times.values())
-        print(f"| {n} 个字，block_size {block_size} | {slow:.2f} | {fast:.2f} | {slow / fast:.1f} |", flush=True)
+        print(f"| {n} 个字，block_size {block_size} | {slow:.2f} | {fast:.2f} | {slow / fast:.1f} |",
+              flush=True)
 
 
 def main():

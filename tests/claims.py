@@ -1,6 +1,6 @@
 """课文对模型的说法，一条一个函数，返回一张 {说法: 成立不成立} 的表；tests/test_claims.py 逐条检查。
 
-python tests/claims.py 打印课程自带的 ckpt.pt 是不是条条成立，再找出第 2 到 4 节的诗符合课文说法的最小的 SEED：
+python tests/claims.py 打印 ckpt.pt 是不是条条成立，再找出第 2 到 4 节的诗符合课文说法的最小的 SEED：
 许多种子排成一批一起写，每一行用自己的随机数，所以几千个种子只要几分钟。
 """
 import random
@@ -29,7 +29,8 @@ def regular(poem):
 
 def rare(text):
     """生僻字，list[str]：不在 GB 2312 的一级字（今天的读者认得的 3,755 个）里的汉字。"""
-    return [ch for ch in text if "\u4e00" <= ch <= "\u9fff" and not 0xB0 <= ch.encode("gb2312", "replace")[0] <= 0xD7]
+    han = [ch for ch in text if "\u4e00" <= ch <= "\u9fff"]
+    return [ch for ch in han if not 0xB0 <= ch.encode("gb2312", "replace")[0] <= 0xD7]
 
 
 @torch.no_grad()
@@ -41,12 +42,14 @@ def claim_1():
     """「春风」后面概率最高的是句号，和语料里的 111/797 相差不到 1.5 个百分点。"""
     probs = next_probs("春风")
     stop = probs[generate.tokenizer.ids["。"]]
-    return {"「春风」后面，概率最高的是句号": probs.max() == stop, "句号的概率在 14% 上下": 0.12 <= stop <= 0.16,
-            "它和语料里句号的比例差不多": abs(stop - TEXT.count("春风。") / TEXT.count("春风")) < 0.015}
+    share = TEXT.count("春风。") / TEXT.count("春风")
+    return {"「春风」后面，概率最高的是句号": probs.max() == stop,
+            "句号的概率在 14% 上下": 0.12 <= stop <= 0.16,
+            "它和语料里句号的比例差不多": abs(stop - share) < 0.015}
 
 
 def claim_2():
-    """不背诗：「流」「霜」不在前 8 名里；200 首训练过的诗，给前一半，照概率最高的续写，全对的不到 2%。"""
+    """「流」「霜」不在前 8 名里；200 首训练过的诗，给前一半，照概率最高的续写，全对的不到 2%。"""
     table = {f"「{ch}」不在前 8 名": ch not in decode(next_probs(prompt).topk(8).indices.tolist())
              for prompt, ch in (("白日依山尽，黄河入海", "流"), ("床前明月光，疑是地上", "霜"))}
     poems = random.Random(0).sample(train.split(TEXT.split())[0], 200)
@@ -60,12 +63,16 @@ def claim_2():
 
 
 def claim_3_cold(poems):
-    return {"温度 0.3：三首都合格律": all(map(regular, poems)), "温度 0.3：用字都很常见": not rare("".join(poems)),
-            "温度 0.3：「无人」出现了两次": "".join(poems).count("无人") == 2, "温度 0.3：「江」出现了两次": "".join(poems).count("江") == 2}
+    text = "".join(poems)
+    return {"温度 0.3：三首都合格律": all(map(regular, poems)),
+            "温度 0.3：用字都很常见": not rare(text),
+            "温度 0.3：「无人」出现了两次": text.count("无人") == 2,
+            "温度 0.3：「江」出现了两次": text.count("江") == 2}
 
 
 def claim_3_warm(poems):
-    return {"温度 1.0：三首都合格律": all(map(regular, poems)), "温度 1.0：开始出现生僻字": len(rare("".join(poems))) >= 1}
+    return {"温度 1.0：三首都合格律": all(map(regular, poems)),
+            "温度 1.0：开始出现生僻字": len(rare("".join(poems))) >= 1}
 
 
 def claim_3_hot(poems):
@@ -74,7 +81,8 @@ def claim_3_hot(poems):
 
 
 def claim_4(poems):
-    return {"温度 1.5 加 top-k=20：格式恢复了": all(map(regular, poems)), "温度 1.5 加 top-k=20：生僻字也不见了": not rare("".join(poems))}
+    return {"温度 1.5 加 top-k=20：格式恢复了": all(map(regular, poems)),
+            "温度 1.5 加 top-k=20：生僻字也不见了": not rare("".join(poems))}
 
 
 def claim_5_desert(poems):
@@ -86,8 +94,12 @@ def claim_5_ai(poems):
 
 
 # 第 3 到 5 条看哪几首诗：(说法, 几首, write_poem 的参数)，和 generate.py 的第 2 到 4 节一样
-SEED_CLAIMS = ((claim_3_cold, 3, ("", 0.3)), (claim_3_warm, 3, ("", 1.0)), (claim_4, 3, ("", 1.5, 20)),
-               (claim_3_hot, 3, ("", 1.5)), (claim_5_desert, 1, ("大漠孤烟直，", 0.8)), (claim_5_ai, 1, ("人工智能", 0.8)))
+SEED_CLAIMS = ((claim_3_cold, 3, ("", 0.3)),
+               (claim_3_warm, 3, ("", 1.0)),
+               (claim_4, 3, ("", 1.5, 20)),
+               (claim_3_hot, 3, ("", 1.5)),
+               (claim_5_desert, 1, ("大漠孤烟直，", 0.8)),
+               (claim_5_ai, 1, ("人工智能", 0.8)))
 
 
 def claims_3_to_5(seed):
@@ -102,17 +114,19 @@ def claims_3_to_5(seed):
 def claim_8():
     """不只是我们的种子：各 60 首（种子 0，一批 60 行），破格的有几首。"""
     table = {}
-    for temperature, top_k, least, most in ((0.3, None, 0, 3), (1.0, None, 0, 2), (1.5, 20, 0, 8), (1.5, None, 12, 60)):
+    for temperature, top_k, least, most in ((0.3, None, 0, 3), (1.0, None, 0, 2),
+                                            (1.5, 20, 0, 8), (1.5, None, 12, 60)):
         torch.manual_seed(0)
         ids = model.generate(encode("\n").expand(60, 1), 80, temperature, top_k, stop=NEWLINE)
         n = sum(not regular(decode(row.tolist()).strip("\n")) for row in ids)
-        what = "常常" if least else "很少"
-        table[f"换别的随机数，温度 {temperature}{f' 加 top-k={top_k}' if top_k else ''}，格式{what}出错（60 首里 {n} 首）"] = least <= n <= most
+        how = f"温度 {temperature} 加 top-k={top_k}" if top_k else f"温度 {temperature}"
+        often = "常常" if least else "很少"
+        table[f"换别的随机数，{how}，格式{often}出错（60 首里 {n} 首）"] = least <= n <= most
     return table
 
 
 class Rows:
-    """许多种子一起写，一行一个种子：代替 gpt.multinomial，每一行用自己的随机数，写到换行就不再抽。"""
+    """许多种子一起写，一行一个种子：代替 gpt.multinomial，每一行用自己的随机数，到换行为止。"""
 
     def __init__(self, seeds):
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -123,7 +137,8 @@ class Rows:
             if self.writing[row]:
                 torch.rand(probs.size(1), dtype=torch.float64, generator=generator, out=noise[row])
         picks = (probs / noise.neg_().log1p_().neg_()).argmax(dim=-1, keepdim=True)
-        self.writing = [writing and pick != NEWLINE for writing, pick in zip(self.writing, picks[:, 0].tolist())]
+        self.writing = [writing and pick != NEWLINE
+                        for writing, pick in zip(self.writing, picks[:, 0].tolist())]
         return picks
 
     def poems(self, opening, temperature, top_k=None):
@@ -149,7 +164,8 @@ def find_seed(least=0, most=20_000, batch=200):
         for seed in seeds:  # 一批写出来的偶尔会因为舍入差一个字，最后单独写一遍才算
             if all(claims_3_to_5(seed).values()):
                 return seed
-        print(f"找最小的 SEED：0 到 {min(first + batch - 1, most)} 都不行", file=sys.stderr, flush=True)
+        last = min(first + batch - 1, most)
+        print(f"找最小的 SEED：{least} 到 {last} 都不行", file=sys.stderr, flush=True)
 
 
 def main():

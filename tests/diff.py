@@ -3,7 +3,7 @@
     python tests/diff.py             和 tests/transcript.txt（课程自带的 ckpt.pt 打印的）比较
     python tests/diff.py 我的记录.txt   和别的记录比较
 
-一样时退出码是 0；不一样时打印 unified diff，退出码是 1：减号开头的行是记录里的，加号开头的行是现在打印的。
+一样时退出码是 0。不一样时打印 unified diff，退出码是 1：减号开头的行是记录里的，加号开头的是现在打印的。
 generate.py 自己出了错，就只打印它的错误，不比较。
 """
 import difflib
@@ -49,7 +49,8 @@ def main():
     if FIRST not in expected:
         sys.exit(f"记录 {path} 里没有「{FIRST}」：不是 generate.py 打印的，或者存的时候编码坏了"
                  "（PowerShell 5 的 > 就会）。请重新存一份："
-                 'cmd /c "python generate.py > 我的记录.txt"，别的系统用 python generate.py > 我的记录.txt')
+                 'cmd /c "python generate.py > 我的记录.txt"，'
+                 "别的系统用 python generate.py > 我的记录.txt")
     done = subprocess.run([sys.executable, str(GENERATE)], capture_output=True)
     print(decode(done.stderr), end="", file=sys.stderr)
     if done.returncode:
@@ -61,7 +62,7 @@ def main():
 
 
 def run(main):
-    """运行 main：输出用 UTF-8；按 Ctrl-C、管道断了、磁盘满了，都只说一句话。bench.py、claims.py 也用它。"""
+    """运行 main：输出用 UTF-8；按 Ctrl-C、管道断了、磁盘满了，都只说一句话。别的工具也用它。"""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8")

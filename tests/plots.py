@@ -1,4 +1,4 @@
-"""画 README 里的两张图：python tests/plots.py（要先 python -m pip install matplotlib，别的脚本都用不着它）。
+"""画 README 里的两张图：python tests/plots.py。要先装 matplotlib：python -m pip install matplotlib。
 
     tests/plots/temperature.svg   温度、长尾、top-k、top-p：概率最高的 n 个字，一共占多少
     tests/plots/kv_cache.svg      用缓存和不用缓存，写第 n 个字要几毫秒
@@ -22,7 +22,10 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73")
 
 
 def curves():
-    """读完「春风」，每个温度：(温度, 概率最高的 1、2、3……个字一共占多少, 前 20 名占多少, 加到 0.9 要几个字)。"""
+    """读完「春风」，每个温度一项：(温度, 总和, 前 20 名占多少, 加到 0.9 要几个字)。
+
+    总和：(vocab_size,)，第 n 个数是概率最高的 n 个字一共占多少。
+    """
     with torch.no_grad():
         logits = model(encode("春风"))[0][0, -1]
     rows = []
@@ -38,7 +41,7 @@ def new_figure():
     import matplotlib
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tang", "font.size": 11, "axes.unicode_minus": False,
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tang", "font.size": 11,
                          "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(figsize=(8, 4.5), facecolor="white")
     return figure, axes
@@ -67,10 +70,14 @@ def plot_temperature():
     for (temperature, total, share, n), colour in zip(curves(), COLOURS):
         ranks = sorted({round(10 ** (i / 40)) for i in range(153)} | {1, TOP_K, n, len(total)})
         ranks = [rank for rank in ranks if rank <= len(total)]
-        axes.plot(ranks, [total[rank - 1].item() for rank in ranks], color=colour, label=f"温度 {temperature}")
-        axes.plot([TOP_K, n], [share, total[n - 1].item()], "o", color=colour)
-        axes.annotate(f"{share:.1%}", (TOP_K, share), xytext=(-6, 6), textcoords="offset points", ha="right", color=colour)
-        axes.annotate(f"{n:,} 个", (n, total[n - 1].item()), xytext=(5, -14), textcoords="offset points", color=colour)
+        heights = [total[rank - 1].item() for rank in ranks]
+        axes.plot(ranks, heights, color=colour, label=f"温度 {temperature}")
+        near = {"textcoords": "offset points", "color": colour}
+        for x, label, place in ((TOP_K, f"{share:.1%}", {"xytext": (-6, 6), "ha": "right"}),
+                                (n, f"{n:,} 个", {"xytext": (5, -14)})):
+            point = (x, total[x - 1].item())
+            axes.plot(*point, "o", color=colour)
+            axes.annotate(label, point, **place, **near)
     axes.set_xscale("log")
     axes.set_xlim(1, 6600)
     axes.set_ylim(0, 1.05)
@@ -114,7 +121,8 @@ def plot_kv_cache():
     axes.set_ylim(bottom=0)
     axes.set_xlabel("写第 n 个字")
     axes.set_ylabel("毫秒")
-    axes.set_title(f"block_size 512，一个线程，{torch.backends.cpu.get_cpu_capability()} 的 CPU，torch {torch.__version__}")
+    axes.set_title(f"block_size 512，一个线程，{torch.backends.cpu.get_cpu_capability()} 的 CPU，"
+                   f"torch {torch.__version__}")
     axes.legend(frameon=False)
     write(figure, "kv_cache.svg")
 
