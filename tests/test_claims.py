@@ -49,3 +49,4 @@ def test_losses_are_what_the_checkpoint_says_and_close_together():
         assert train.evaluate(generate.model, val_poems, generate.tokenizer, skip) == pytest.approx(FACTS[name], abs=1e-3)
     assert FACTS["val_loss"] <= 4.60 and FACTS["openings_loss"] - FACTS["val_loss"] <= 0.25
     assert FACTS["seed"] == train.SEED and FACTS["max_steps"] == train.MAX_STEPS
+    assert (train.LEARNING_RATE, train.WARMUP_STEPS, train.DECAY_STEPS, train.WEIGHT_DECAY) == (2e-3, 200, 600, 0.1)

@@ -1,16 +1,20 @@
 """读者改了什么：常量、练习、代码里的笔误、坏的 ckpt.pt。"""
+import ast
 import hashlib
+import os
 import pickle
 import re
 import signal
 import sys
+from dataclasses import asdict
 from fractions import Fraction
 
 import pytest
 import torch
 
 import generate
-from conftest import ROOT, SHIPPED_CKPT, shipped
+import gpt
+from conftest import ROOT, SHIPPED, SHIPPED_CKPT, set_constant, shipped
 
 pytestmark = shipped
 CKPT = (ROOT / "ckpt.pt").read_bytes()
@@ -41,6 +45,15 @@ def test_a_bad_constant_is_named(monkeypatch, capsys, name, value):
     for part in parts:  # 哪一层的值错了，就该说出哪一层
         parts += part if isinstance(part, tuple) else []
     assert any(repr(part) in sentence for part in parts), sentence
+
+
+@pytest.mark.skipif(os.environ.get("CI") != "true", reason="这些是 README 建议读者改的，只在 CI 上检查")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_constants_that_readers_edit_are_shipped_as_the_lesson_has_them(name):
+    source = (ROOT / name).read_text(encoding="utf-8")
+    for constant, value in SHIPPED[name].items():
+        if constant != "DEVICE":  # 这一个是看机器的
+            assert ast.dump(ast.parse(set_constant(source, constant, value))) == ast.dump(ast.parse(source)), constant
 
 
 def test_both_ends_and_code_points_are_said(lesson):
@@ -163,6 +176,7 @@ def change(**entries):
 def test_ckpt_is_small_and_plain():
     ckpt = change()
     assert hashlib.sha256(CKPT).hexdigest() == SHIPPED_CKPT
+    assert ckpt["config"] == asdict(gpt.GPTConfig())
     assert set(ckpt) == {"model", "config", "chars", "training"} and len(CKPT) < 12 * 10**6
     assert all(isinstance(value, (int, float)) for value in ckpt["config"].values())
     assert len(ckpt["chars"]) == generate.model.config.vocab_size == 6289 and not generate.model.training
@@ -205,6 +219,12 @@ def test_the_sentence_says_what_is_really_wrong(lesson):
     lesson.edit("gpt.py", n_layer=2)
     code, out, error = lesson.run_here("generate.py")
     assert (code, error) == (0, "") and "n_layer 是 2，ckpt.pt 的是 4" in out and "block_size 是" not in out
+
+
+def test_a_checkpoint_whose_window_is_too_short_for_a_quatrain(small):
+    assert small.run_here("train.py")[0] == 0
+    small.edit("generate.py", QUATRAIN=True, PROMPTS=("春",), OPENINGS=("春",), HEADS=(("春", 5),))
+    small.fails("generate.py", "QUATRAIN", "block_size 应为不小于 33 的整数，得到 32")
 
 
 def test_a_slip_in_the_checks_keeps_its_traceback_in_both_scripts(lesson):

@@ -159,6 +159,11 @@ def test_the_verdict_comes_from_comparing(lesson):
     assert code == 0 and 2 <= int(where[1]) <= 40
 
 
+def test_the_first_difference_is_counted_from_1():
+    assert generate.compare([5, 6, 7], [5, 6, 7]) == "完全一样"
+    assert generate.compare([5, 6, 7], [5, 9, 7]) == "不一样，从第 2 个字开始"
+
+
 def test_the_cache_is_faster():
     ratios = [generate.time_generate(generate.model, 120, False)[1] / generate.time_generate(generate.model, 120, True)[1] for _ in range(3)]
     assert max(ratios) > 1.2

@@ -102,7 +102,7 @@ def test_a_training_from_end_to_end(small):
     assert [line.split()[1] for line in steps] == [f"{step}/12" for step in (0, 4, 8, 12)] and len(lines) == 11
     assert all(re.fullmatch(r"第 \d+/12 步  训练损失 \d\.\d{4}  验证损失 \d\.\d{4}（不给开头的换行符 \d\.\d{4}）  [\d,]+ 字/秒  还要 0:\d\d",
                             line) for line in steps[1:])
-    assert str(small.folder / "ckpt.pt") in lines[-1]
+    assert "训练用了 0:0" in lines[-1] and str(small.folder / "ckpt.pt") in lines[-1]
     assert sorted(path.name for path in small.folder.iterdir()) == [
         "ckpt.pt", "data", "generate.py", "gpt.py", "tokenizer.py", "train.py"]
     ckpt = trained(small)
@@ -115,6 +115,9 @@ def test_a_training_from_end_to_end(small):
     for skip, loss in ((0, facts["val_loss"]), (1, facts["openings_loss"])):
         assert train.evaluate(model, val_poems, Tokenizer(ckpt["chars"]), skip) == pytest.approx(loss, abs=1e-6)
     assert all(w.dtype == torch.float32 for w in ckpt["model"].values())
+    torch.manual_seed(train.SEED)  # 最后打印的诗，是这个模型写的
+    poem = model.generate(torch.zeros(1, 1, dtype=torch.long), 80, temperature=0.8, stop=0)[0].tolist()
+    assert lines[-2] == "    " + Tokenizer(ckpt["chars"]).decode(poem).strip().replace("\n", " ")
 
 
 # 按 Ctrl-C 的时刻：(在哪一行后面, 什么时候, 存档是第几步的)
@@ -255,6 +258,10 @@ def test_twelve_steps_are_those_of_a_plain_loop_of_our_own(small):
     for name, p in zip(names, params):
         least = 1e-5 if name.endswith("qkv.bias") else 3e-7  # k 的偏置本来没有梯度，只有舍入，Adam 把它放大了
         assert torch.allclose(p, trained(small)["model"][name], rtol=0, atol=least), name
+    whole = trained(small)["model"]
+    small.edit("train.py", HAS_BFLOAT16=True)
+    finish(small)
+    assert not same(trained(small)["model"], whole)  # 用 16 位的小数，舍入就不同
 
 
 def test_the_last_step_is_evaluated_even_between_two_evaluations(small):
@@ -271,9 +278,10 @@ def test_speed_and_time_left(monkeypatch):
 
 def test_two_saves_at_once_each_write_a_file_of_their_own(tmp_path, monkeypatch):
     """写到一半，另一个 train.py 也来写：两个都写得完，后改名的算数。"""
-    path, fsync = tmp_path / "ckpt.pt", os.fsync
+    path, fsync, calls = tmp_path / "ckpt.pt", os.fsync, []
 
     def save_another_first(f):
+        calls.append(f)
         monkeypatch.setattr(os, "fsync", fsync)
         train.save({"step": 1}, path)
         assert torch.load(path, weights_only=True) == {"step": 1}
@@ -281,6 +289,7 @@ def test_two_saves_at_once_each_write_a_file_of_their_own(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", save_another_first)
     train.save({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 2} and list(tmp_path.iterdir()) == [path]
+    assert len(calls) == 1  # 真的写到磁盘上了，才改名
 
 
 def test_a_bad_corpus(small):
