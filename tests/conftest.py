@@ -66,6 +66,7 @@ import torch  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 
 torch.set_num_threads(1)  # 小模型用一个线程最快，也不和别的进程争
+os.environ.pop("PYTHONUNBUFFERED", None)  # 子进程的输出，像平常那样攒一攒再写
 signal.signal(signal.SIGINT, signal.default_int_handler)  # 用 nohup、& 启动的，子进程也听得见 Ctrl-C
 
 # 读者自己训练了 ckpt.pt：只看课程自带的那一个的测试就跳过，说明为什么；CI 上不跳过，不同就是错
@@ -138,7 +139,6 @@ class Lesson:
 
     def start(self, name, **environ):
         environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        environ.pop("PYTHONUNBUFFERED", None)
         return subprocess.Popen([sys.executable, self.folder / name], env=environ,
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

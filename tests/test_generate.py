@@ -14,7 +14,7 @@ import diff
 import generate
 import gpt
 from conftest import COPY, ROOT, shipped
-from test_exercises import find_fault, judge_quatrain, make_poem, recite, write_quatrain
+from test_exercises import find_fault, judge_quatrain, make_poem, prefer, recite, write_quatrain
 
 pytestmark = shipped
 
@@ -159,6 +159,13 @@ def test_the_verdict_comes_from_comparing(lesson):
     assert code == 0 and 2 <= int(where[1]) <= 40
 
 
+def test_a_poem_that_does_not_end_is_cut_at_80_characters(monkeypatch):
+    monkeypatch.setattr(generate, "model", prefer(generate.model, [generate.NEWLINE], -60.0))
+    for opening in ("", "春风"):
+        text = generate.write_poem(opening)
+        assert len(text) == 82 and text.startswith(opening) and text.endswith("……")
+
+
 def test_the_first_difference_is_counted_from_1():
     assert generate.compare([5, 6, 7], [5, 6, 7]) == "完全一样"
     assert generate.compare([5, 6, 7], [5, 9, 7]) == "不一样，从第 2 个字开始"
@@ -189,6 +196,9 @@ def test_quatrain_never_breaks_its_form():
 @pytest.mark.skipif("第八个字符只许是标点" not in (generate.quatrain.__doc__ or ""),
                     reason="练习 2 已经是你自己的答案，由 test_exercises.py 来看")
 def test_quatrain_lets_the_model_choose_between_comma_and_stop():
+    comma = generate.tokenizer.ids["，"]
+    text, _ = write_quatrain(generate, prefer(generate.model, [comma], 60.0))
+    assert text[7::8] == "，，，。"  # 全诗的最后只能是句号
     poem = make_poem(generate)
     text, _ = write_quatrain(generate, recite(generate.model, generate.tokenizer.encode(poem + "\n")))
     assert text.rstrip("。") == poem.rstrip("。")
@@ -242,7 +252,7 @@ def test_idle_notebooks_and_no_output_at_all(small, stream):
 def test_output_that_cannot_be_written(small):
     """标准输出关了（>&-）照常；写满了的磁盘（/dev/full）、先结束的 head：一句话，退出码 1。"""
     small.write("ckpt.pt", (ROOT / "ckpt.pt").read_bytes())
-    small.edit("generate.py", LENGTHS=(8,), N_POEMS=1, TEMPERATURES=(1.0,))
+    small.edit("generate.py", LENGTHS=(), N_POEMS=1, TEMPERATURES=(), PROMPTS=(), OPENINGS=(), HEADS=())  # 打印得少，最后才写出去
     (small.folder / "quantangshi").mkdir()
     small.write("quantangshi/poet.tang.0.json", b"[]")
     generating, training, preparing = (f'"{sys.executable}" "{path}"' for path in (
