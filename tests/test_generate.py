@@ -166,6 +166,15 @@ def test_a_poem_that_does_not_end_is_cut_at_80_characters(monkeypatch):
         assert len(text) == 82 and text.startswith(opening) and text.endswith("……")
 
 
+def test_top_p_stands_alone_beside_top_k(monkeypatch):
+    calls = []
+    monkeypatch.setattr(generate, "show", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(generate, "TOP_P", 0.9)
+    generate.filters()
+    write = generate.write_poem
+    assert calls == [(3, write, "", 1.5, 20), (3, write, "", 1.5, None, 0.9)]
+
+
 def test_the_first_difference_is_counted_from_1():
     assert generate.compare([5, 6, 7], [5, 6, 7]) == "完全一样"
     assert generate.compare([5, 6, 7], [5, 9, 7]) == "不一样，从第 2 个字开始"
