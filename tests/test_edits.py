@@ -216,6 +216,8 @@ def test_the_sentence_says_what_is_really_wrong(lesson):
     lesson.edit("generate.py", OPENINGS="('春',)", PROMPTS="('⽩',)")
     lesson.fails("generate.py", "⽩ U+2F69（请换成 白）")
     lesson.edit("generate.py", PROMPTS="('春',)", QUATRAIN=True, N_POEMS=1, LENGTHS=(4,))
+    lesson.edit("gpt.py", dropout=0.1)  # 不影响写诗，还是量 ckpt.pt 的模型
+    assert "随机初始化" not in lesson.run_here("generate.py")[1]
     lesson.edit("gpt.py", n_layer=2)
     code, out, error = lesson.run_here("generate.py")
     assert (code, error) == (0, "") and "n_layer 是 2，ckpt.pt 的是 4" in out and "block_size 是" not in out

@@ -166,6 +166,11 @@ def test_a_poem_that_does_not_end_is_cut_at_80_characters(monkeypatch):
         assert len(text) == 82 and text.startswith(opening) and text.endswith("……")
 
 
+def test_top_p_reaches_the_model():
+    torch.manual_seed(0)
+    assert generate.write_poem("", 1.5, None, 1e-9) == generate.write_poem("", 0)  # 只留概率最高的一个字
+
+
 def test_top_p_stands_alone_beside_top_k(monkeypatch):
     calls = []
     monkeypatch.setattr(generate, "show", lambda *arguments: calls.append(arguments))

@@ -87,6 +87,21 @@ def test_endings(tools, name):
     assert process.returncode == 1 and error.splitlines()[-1] == "已停止。" and "Traceback" not in error, error
 
 
+# 脚本真正开始做事的一行
+WORK = [("generate.py", "    probabilities()\n"), ("train.py", "        content = train()\n"),
+        ("data/prepare.py", "    if len(sys.argv) != 2:\n"), ("tests/diff.py", "    path = Path(")]
+
+
+@pytest.mark.parametrize("name, line", WORK)
+def test_on_windows_a_closed_pipe_is_einval(tools, name, line):
+    source = tools.read(name)
+    indent = line[:len(line) - len(line.lstrip())]
+    for number, said in (("EINVAL", True), ("EIO", False)):  # 别的系统错误，照旧显示调用栈
+        tools.write(name, source.replace(line, f"{indent}raise OSError(errno.{number}, 'x')\n{line}", 1))
+        code, _, error = tools.run_here(name)
+        assert code == 1 and ("先结束了" in error) == said and ("Traceback" not in error) == said, error
+
+
 def test_bench_hands_on_what_train_py_said(tools):
     tools.edit("tests/bench.py", STEPS=1)
     tools.edit("train.py", LEARNING_RATE=-1)

@@ -35,16 +35,19 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_split():
+def test_split(monkeypatch):
     train_poems, val_poems = train.split(POEMS)
     assert len(val_poems) == round(0.05 * len(POEMS)) and sorted(train_poems + val_poems) == sorted(POEMS)
     for line in ("黄河入海流", "疑是地上霜", "大漠孤烟直"):
         assert any(line in poem for poem in val_poems) and not any(line in poem for poem in train_poems)
-    train.VAL_FRACTION, fraction = 1e-6, train.VAL_FRACTION
+    monkeypatch.setattr(train, "VAL_FRACTION", 1e-6)
     small_val = train.split(POEMS)[1]
-    train.VAL_FRACTION = fraction
     assert small_val and all(any(line in poem for line in train.HELD_OUT) for poem in small_val)
     assert not any(line in poem for poem in POEMS if poem not in small_val for line in train.HELD_OUT)
+    monkeypatch.setattr(train, "VAL_FRACTION", 1e-6)
+    monkeypatch.setattr(train, "HELD_OUT", ())
+    assert len(train.split(POEMS[:50])[1]) == 1  # 至少留一首
+    monkeypatch.undo()
     state = random.getstate()
     assert train.split(POEMS) == (train_poems, val_poems) and random.getstate() == state
 
@@ -142,7 +145,7 @@ def test_ctrl_c_then_resume_ends_where_an_uninterrupted_training_ends(small, aft
     small.edit("train.py", RESUME=bool(saved))
     torch.manual_seed(99)  # 接着训练不该靠这里的随机数
     out = finish(small)
-    assert not saved or f"从第 {saved} 步的存档接着训练" in out
+    assert not saved or f"从第 {saved} 步的存档接着训练" in out and "上一次训练留下了" not in out
     assert same(trained(small)["model"], whole["model"])
     assert trained(small)["training"]["val_loss"] == whole["training"]["val_loss"]
     assert not (small.folder / "snapshot.pt").exists()
@@ -291,6 +294,14 @@ def test_two_saves_at_once_each_write_a_file_of_their_own(tmp_path, monkeypatch)
     train.save({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 2} and list(tmp_path.iterdir()) == [path]
     assert len(calls) == 1  # 真的写到磁盘上了，才改名
+
+
+@pytest.mark.parametrize("length, enough", [(31, True), (30, False)])  # 加上换行，正好 32 个字就够
+def test_the_smallest_corpus(small, length, enough):
+    half = "，".join("春夏秋冬" * 4)
+    small.write("data/poems.txt", "".join(f"{ch}{half[:length - 2]}。\n" for ch in "东西"))
+    code, _, error = small.run_here("train.py")
+    assert code == (not enough) and enough == ("block_size（32）" not in error), error
 
 
 def test_a_bad_corpus(small):
