@@ -69,6 +69,10 @@ WRONG_TOP_P = {
               "return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float('-inf'))", "不能写死"),
     "not_low_enough": (SORTED + "drop = probs.cumsum(-1) - probs >= top_p\n"
                        "return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -20.0)", "负无穷"),
+    "keeps_rank_minus_1": ("ranked = F.softmax(logits, dim=-1).sort(dim=-1, descending=True).values\n"
+                           "k = max(1, int((ranked.cumsum(-1) < top_p).sum()))\n"
+                           "return logits.masked_fill(logits < torch.topk(logits, k).values[:, -1:], float('-inf'))", "跨过 p"),
+    "not_cumulated": ("return logits.masked_fill(F.softmax(logits, dim=-1) > top_p, float('-inf'))", "累计概率"),
     "slip": ("probs, order, x = F.softmax(logits, dim=-1).sort(dim=-1)\nreturn logits", "ValueError")}
 
 STEP = '''        logits = model(ids)[0][0, -1] / 0.8

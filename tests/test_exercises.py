@@ -22,7 +22,7 @@ import gpt
 # 练习 1：(各个字的概率, p, 应该留下哪几个字)。都避开了正好加到 p 的地方，那里多一个少一个只是舍入
 TABLES = [
     ((0.5, 0.41, 0.09), 0.9, {0, 1}), ((0.6, 0.4), 0.5, {0}), ((0.09, 0.5, 0.41), 0.9, {1, 2}),
-    ((0.12, 0.2, 0.3, 0.38), 0.65, {2, 3}), ((0.05, 0.15, 0.1, 0.55, 0.15), 0.8, {1, 3, 4}),
+    ((0.12, 0.2, 0.3, 0.38), 0.65, {2, 3}), ((0.05, 0.16, 0.1, 0.55, 0.14), 0.8, {1, 3, 4}),
     ((0.2, 0.3, 0.5), 0.05, {2}), ((0.35, 0.4, 0.05, 0.2), 0.99, {0, 1, 2, 3}), ((0.09, 0.31, 0.15, 0.25, 0.2), 0.5, {1, 3}),
     ((0.09, 0.7, 0.21), 0.6, {1}),
     ((0.3, 0.02, 0.68), 0.97, {0, 2})]
@@ -60,6 +60,7 @@ MISTAKES = [
     (lambda probs, p: set(range(n_right(probs, p) - 1)), "排好以后放回原来的位置：第几名不是第几个字"),
     (lambda probs, p: by_rank(probs, 1), "先 softmax 再累加：加的是概率，不是分数"),
     (lambda probs, p: {i for i, q in enumerate(probs) if q >= p}, "要看的是累计概率，不是单个字的概率"),
+    (lambda probs, p: {i for i, q in enumerate(probs) if q <= p}, "要看的是累计概率，不是单个字的概率"),
     (lambda probs, p: {i for i, q in enumerate(probs) if q >= 1 - p}, "要看的是累计概率，不是单个字的概率"),
     (lambda probs, p: by_rank(probs, max(1, int(p * len(probs)))), "留几个字不能先定：要看加到第几个才够 p"),
     (lambda probs, p: by_rank(probs, n_right(probs, 1 - p)), "要加到 p，不是加到 1 - p"),
@@ -115,6 +116,8 @@ def judge_top_p(sample):
         thoughts = [thought for mistake, thought in MISTAKES
                     if all(mistake(probs, p) == got or not mistake(probs, p) and isinstance(got, Exception)
                            for probs, p, _, got in found)]
+        if "NoneType" in str(wrong[0][3]):
+            thoughts = ["最后要 return 改好的分数：没有 return 的函数，返回的是 None"]
         probs, p, expected, got = next((row for row in wrong if not isinstance(row[3], Exception)), wrong[0])
         given = "、".join(f"{NAMES[i]} {q:g}" for i, q in enumerate(probs))
         right = "、".join(NAMES[i] for i in sorted(expected))
