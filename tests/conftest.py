@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from pathlib import Path
 
@@ -102,6 +103,14 @@ def tiny():
     return model
 
 
+def kill_later(process, seconds=300):
+    """不结束的程序，不等它；已经结束的，不受影响。"""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    return process
+
+
 class Lesson:
     """临时文件夹里的一份课程：改哪个文件就复制哪个，其余链接到上面的副本。"""
 
@@ -139,17 +148,14 @@ class Lesson:
 
     def start(self, name, **environ):
         environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        return subprocess.Popen([sys.executable, self.folder / name], env=environ,
-                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return kill_later(subprocess.Popen(
+            [sys.executable, self.folder / name], env=environ,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
 
     def run(self, name, **environ):
         """运行脚本，返回 (退出码, 标准输出, 标准错误)。"""
         process = self.start(name, **environ)
-        try:
-            streams = process.communicate(timeout=120)
-        finally:
-            process.kill()  # 不结束的程序，不等它
-        out, error = (stream.decode("utf-8").replace("\r\n", "\n") for stream in streams)
+        out, error = (stream.decode("utf-8").replace("\r\n", "\n") for stream in process.communicate())
         return process.returncode, out, error
 
     def run_here(self, name, *arguments, stdout=None):

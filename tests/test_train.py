@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from fractions import Fraction
 
@@ -14,7 +13,7 @@ import torch
 
 import gpt
 import train
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, kill_later
 from tokenizer import Tokenizer
 
 POEMS = (ROOT / "data" / "poems.txt").read_text(encoding="utf-8").split()
@@ -378,18 +377,15 @@ def test_a_terminal_sees_one_line_that_updates_in_place(small):
     for term, in_place in (("xterm", True), ("dumb", False)):
         small.write("ckpt.pt", b"old")
         master, slave = pty.openpty()
-        process = subprocess.Popen([sys.executable, small.folder / "train.py"], stdout=slave, stderr=slave,
-                                   env={**os.environ, "TERM": term, "OMP_NUM_THREADS": "1"})
+        process = kill_later(subprocess.Popen([sys.executable, small.folder / "train.py"], stdout=slave, stderr=slave,
+                                              env={**os.environ, "TERM": term, "OMP_NUM_THREADS": "1"}))
         os.close(slave)
-        timer = threading.Timer(120, process.kill)  # 不结束的程序，不等它
-        timer.start()
         out = b""
         while True:
             try:
                 out += os.read(master, 4096)
             except OSError:  # 程序结束，终端关了
                 break
-        timer.cancel()
         text = out.decode("utf-8").replace("\r\n", "\n")
         assert process.wait() == 0 and text.count("第 12/12 步") >= 1
         assert ("\r第 1/12 步" in text) == in_place and ("\r" in text) == in_place and "\n第 1/12 步" not in text
