@@ -158,8 +158,8 @@ def stand_in(model, change):
     steps = itertools.count(1)
 
     def hook(module, args, kwargs, output):
-        if next(steps) > 2000:
-            raise TooLong("写了 2,000 步还没有写完")
+        if next(steps) > 500:
+            raise TooLong("写了 500 步还没有写完")
         start = kwargs.get("start", args[3] if len(args) > 3 else 0)
         return change(output[0], start), output[1]
     other = copy.deepcopy(model)
