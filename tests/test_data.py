@@ -62,8 +62,8 @@ def write_tgz(path, files):
 
 
 SOURCE = {
-    "package/dist/quantangshi/poet.tang.1000.json": [{"paragraphs": ["丁"]}],
-    "package/dist/quantangshi/poet.tang.0.json": [{"paragraphs": ["甲", "乙"]}, {"paragraphs": ["丙"]}],
+    "package/dist/quantangshi/poet.tang.10000.json": [{"paragraphs": ["丁"]}],
+    "package/dist/quantangshi/poet.tang.2000.json": [{"paragraphs": ["甲", "乙"]}, {"paragraphs": ["丙"]}],
     "package/dist/quantangshi/poet.song.0.json": [{"paragraphs": ["宋"]}],
     "package/dist/quantangshi/error/poet.tang.0.json": [{"paragraphs": ["错"]}],
     "package/dist/strains/json/poet.tang.0.json": [{"strains": ["平"]}]}
