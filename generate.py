@@ -223,7 +223,6 @@ def choose_model():
     if not changed:
         return model
     print(f"  gpt.py 的 {'；'.join(changed)}：这一节用随机初始化的模型来量")
-    torch.manual_seed(SEED)
     return GPT(GPTConfig(**ours))
 
 
