@@ -184,9 +184,10 @@ def test_a_snapshot_of_another_recipe_split_or_corpus_is_refused_by_name(small):
         torch.save(content, small.folder / "snapshot.pt")
         code, _, error = small.run_here("train.py")
         assert code == 1 and "snapshot.pt" in error and "Traceback" not in error and len(error.splitlines()) == 1, error
-    small.write("snapshot.pt", raw)
+    torch.save({**whole, "seconds": 6000.0}, small.folder / "snapshot.pt")
     small.edit("train.py", EVAL_EVERY=3)  # 隔多少步评估不影响结果，可以改
-    assert "从第 4 步的存档接着训练" in finish(small)
+    out = finish(small)
+    assert "从第 4 步的存档接着训练" in out and "训练用了 100:0" in out  # 存档以前的时间也算
     small.edit("train.py", RESUME=True)
     assert "没有存档" in small.run_here("train.py")[2]
     small.write("snapshot.pt", b"PK\x03\x04 not a snapshot")
