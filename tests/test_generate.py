@@ -270,12 +270,14 @@ def test_output_that_cannot_be_written(small):
     (small.folder / "quantangshi").mkdir()
     small.write("quantangshi/poet.tang.0.json", b"[]")
     generating, training, preparing = (f'"{sys.executable}" "{path}"' for path in (
-        small.folder / "generate.py", small.folder / "train.py", ROOT / "data" / "prepare.py"))
+        small.folder / "generate.py", small.folder / "train.py", COPY / "data" / "prepare.py"))
     preparing += f' "{small.folder}"'
     for command, code, words in ((f"{generating} >&-", 0, ""), (f"{generating} > /dev/full", 1, "磁盘满了"),
                                  (f"set -o pipefail; {generating} | true", 1, "先结束了"),
                                  (f"{training} > /dev/full", 1, "磁盘满了"), (f"{preparing} > /dev/full", 1, "磁盘满了"),
                                  (f"{preparing} >&-", 1, "《全唐诗》应有 57,607 首")):
+        if "/dev/full" in command and not os.path.exists("/dev/full"):  # macOS 没有
+            continue
         done = subprocess.run(["bash", "-c", command], capture_output=True)
         error = done.stderr.decode("utf-8")
         assert done.returncode == code and words in error and len(error.splitlines()) == bool(words), error
