@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from conftest import COPY, ROOT, set_constant
+from conftest import COPY, ROOT, kill_later, set_constant
 from test_exercises import doubled, judge_quatrain, judge_top_p
 
 CALL = "logits = keep_top_p(logits, top_p)"
@@ -149,11 +149,14 @@ def put(source, name, answer):
     return "\n".join(lines) if nodes else source.rstrip("\n") + "\n\n\n" + answer
 
 
+def put_keep_top_p(source, body):
+    return put(source, "keep_top_p", "def keep_top_p(logits, top_p):\n" + textwrap.indent(body, "    "))
+
+
 def put_top_p(source, body, inline):
     """答案放进 keep_top_p，或者写在 sample 里调用它的地方。"""
     if not inline:
-        source = put(source, "keep_top_p", "def keep_top_p(logits, top_p):\n" + textwrap.indent(body, "    "))
-        return put(source, "sample", SAMPLE)
+        return put(put_keep_top_p(source, body), "sample", SAMPLE)
     lines = body.split("\n")
     lines[-1] = lines[-1].replace("return", "logits =")
     return put(source, "sample", SAMPLE.replace(CALL, textwrap.indent("\n".join(lines), " " * 8).lstrip()))
@@ -210,7 +213,7 @@ def lesson_with_answers(folder, top_p, quatrain):
     """读者的文件夹：课程的一份副本，里面是读者的答案和 README 建议的改动，一样也不少。"""
     copy_all(folder)
     source = {name: (folder / name).read_text(encoding="utf-8") for name in ("gpt.py", "train.py", "generate.py")}
-    source["gpt.py"] = put(source["gpt.py"], "keep_top_p", "def keep_top_p(logits, top_p):\n" + textwrap.indent(top_p, "    "))
+    source["gpt.py"] = put_keep_top_p(source["gpt.py"], top_p)
     source["generate.py"] = put(source["generate.py"], "quatrain", quatrain)
     for name, constant, value in (("gpt.py", "block_size", 512), ("train.py", "RESUME", True), ("train.py", "BATCH_SIZE", 3),
                                   ("generate.py", "TOP_P", 0.9), ("generate.py", "QUATRAIN", True),
@@ -223,13 +226,14 @@ def lesson_with_answers(folder, top_p, quatrain):
 
 def start_pytest(folder, *arguments, **environ):
     environ = {**{name: value for name, value in os.environ.items() if name != "CI"}, **environ}
-    return subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *map(str, arguments)],
-                            cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return kill_later(subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *arguments],
+        cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), seconds=1200)
 
 
 def finish(process):
     """(退出码, 打印的)。"""
-    out = process.communicate(timeout=1200)[0].decode("utf-8")
+    out = process.communicate()[0].decode("utf-8")
     return process.returncode, out
 
 
